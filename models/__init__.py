@@ -1,0 +1,1 @@
+"""Model families (flax) and checkpoint readers."""

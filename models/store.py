@@ -1,0 +1,40 @@
+"""What a file format offers to a checkpoint: named tensors, described by a validated header and read on demand."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a file describes it: shape, what the file calls its type, the dtype that reading gives (None if we
+    cannot read that type), the quantized form it can keep bit for bit (None if there is none), the file's name, and the
+    bytes it takes there."""
+
+    shape: tuple[int, ...]
+    stored: str
+    dtype: str | None
+    format: QuantFormat | None
+    file: str
+    nbytes: int
+
+
+class TensorStore(Protocol):
+    """Named tensors of one checkpoint, found in a validated header and read on demand."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Every tensor there is."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor; float32 if it is stored quantized, else in the stored dtype."""
+        ...
+
+    def read_native(self, name: str) -> "QuantizedTensor | np.ndarray":
+        """The quantized form where the tensor has one, else as `read`."""
+        ...

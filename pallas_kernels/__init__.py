@@ -1,0 +1,41 @@
+"""The ops of our dialect, one folder an op: each a JAX primitive with a reference in plain JAX and a seam for kernels.
+
+Import modules of an op's folder with `from`: the function of the same name hides the folder as an attribute here.
+"""
+
+from jaxserve.pallas_kernels._op import OPS, Choice, Kernel, Op, Refusal
+from jaxserve.pallas_kernels.attention.op import attention
+from jaxserve.pallas_kernels.dense_matmul.op import dense_matmul
+from jaxserve.pallas_kernels.kv_write.op import kv_write
+from jaxserve.pallas_kernels.paged_attention.op import paged_attention
+from jaxserve.pallas_kernels.quantized_matmul.format import QuantFormat, QuantizedTensor, pack_int4, unpack_int4
+from jaxserve.pallas_kernels.quantized_matmul.op import quantized_matmul
+from jaxserve.pallas_kernels.quantized_matmul.rtn import quantize_rtn
+from jaxserve.pallas_kernels.quantized_take.op import quantized_take
+from jaxserve.pallas_kernels.rms_norm.op import rms_norm
+from jaxserve.pallas_kernels.rope.op import rope
+from jaxserve.pallas_kernels.rope.spec import LinearScaling, Llama3Scaling, RopeSpec
+
+__all__ = [
+    "OPS",
+    "Choice",
+    "Kernel",
+    "LinearScaling",
+    "Llama3Scaling",
+    "Op",
+    "QuantFormat",
+    "QuantizedTensor",
+    "Refusal",
+    "RopeSpec",
+    "attention",
+    "dense_matmul",
+    "kv_write",
+    "pack_int4",
+    "paged_attention",
+    "quantize_rtn",
+    "quantized_matmul",
+    "quantized_take",
+    "rms_norm",
+    "rope",
+    "unpack_int4",
+]

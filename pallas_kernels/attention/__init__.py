@@ -1,0 +1,1 @@
+"""Causal attention over tokens that are all at hand."""

@@ -1,0 +1,14 @@
+"""Times kv_write, in place: `python -m jaxserve.pallas_kernels.kv_write.bench --help`."""
+
+from jaxserve.pallas_kernels import _bench
+from jaxserve.pallas_kernels.kv_write.op import OP
+from jaxserve.pallas_kernels.kv_write.shapes import cases
+
+
+def main() -> None:
+    """Command line: a JSON line for every shape."""
+    _bench.main(OP, cases, lambda op, case: _bench.donating_call(op, case, donated=2))
+
+
+if __name__ == "__main__":
+    main()

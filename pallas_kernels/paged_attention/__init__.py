@@ -1,0 +1,1 @@
+"""Attention of a ragged batch over the paged KV cache."""

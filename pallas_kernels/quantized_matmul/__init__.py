@@ -1,0 +1,1 @@
+"""Matrix product with a quantized weight, and the formats of quantized weights."""

@@ -1,0 +1,14 @@
+"""Times quantized_matmul: `python -m jaxserve.pallas_kernels.quantized_matmul.bench --help`."""
+
+from jaxserve.pallas_kernels import _bench
+from jaxserve.pallas_kernels.quantized_matmul.op import OP
+from jaxserve.pallas_kernels.quantized_matmul.shapes import cases
+
+
+def main() -> None:
+    """Command line: a JSON line for every shape."""
+    _bench.main(OP, cases)
+
+
+if __name__ == "__main__":
+    main()

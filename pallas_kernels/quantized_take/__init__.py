@@ -1,0 +1,1 @@
+"""Rows of a quantized table."""

@@ -1,0 +1,14 @@
+"""Times rope: `python -m jaxserve.pallas_kernels.rope.bench --help`."""
+
+from jaxserve.pallas_kernels import _bench
+from jaxserve.pallas_kernels.rope.op import OP
+from jaxserve.pallas_kernels.rope.shapes import cases
+
+
+def main() -> None:
+    """Command line: a JSON line for every shape."""
+    _bench.main(OP, cases)
+
+
+if __name__ == "__main__":
+    main()

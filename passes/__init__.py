@@ -1,0 +1,1 @@
+"""Graph IR and the passes that rewrite it."""

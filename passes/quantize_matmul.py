@@ -1,0 +1,137 @@
+"""quantize-matmul: weights become codes and scales, matmuls the `quantized_matmul` op."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve._compat import JaxprEqn, spec_of
+from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor, quantize_rtn, quantized_matmul, quantized_take
+from jaxserve.passes.fuse_projections import MATMUL
+from jaxserve.passes.graph import Graph, Input, where
+from jaxserve.passes.match import Match, NoMatch, Pattern
+from jaxserve.passes.pipeline import Context, Pass, PassResult
+from jaxserve.passes.rewrite import Rewriter
+from jaxserve.passes.rules import RuleBook, Scheme, parse_rules
+from jaxserve.passes.weights import Value, WeightEdit, dense
+
+# How codes are chosen: a function of (weight [O, I] float32, format). Calibrated methods join here.
+METHODS: dict[str, Callable[[np.ndarray, QuantFormat], QuantizedTensor]] = {"rtn": quantize_rtn}
+# Relative error that rounding may bring to a region, by bits; a gaussian weight gives about 0.008 and 0.1.
+TOLERANCE = {8: 0.02, 4: 0.2}
+
+
+def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """An embedding lookup; ids outside the table read its nearest row."""
+    return table.at[ids].get(mode="clip", wrap_negative_indices=False)
+
+
+ROWS = tuple(
+    Pattern(take_rows, jax.ShapeDtypeStruct((4, 3), dtype), jax.ShapeDtypeStruct((2,), "int32"))
+    for dtype in ("float32", "bfloat16")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeMatmul(Pass):
+    """dense_matmul(x, w) becomes quantized_matmul(x, codes, scale[, minimum]) where a rule selects w's path.
+
+    `rules` are REGEX=SCHEME separated by ';', the first match wins (see `passes.rules`). A tied embedding is quantized
+    once, its lookup becoming `quantized_take`. A weight that the checkpoint already stores in the format asked for is
+    kept bit for bit; scheme `native` keeps whatever form it is stored in.
+    """
+
+    name: ClassVar[str] = "quantize-matmul"
+    rules: str = ""
+    method: Literal["rtn"] = "rtn"
+
+    def __post_init__(self) -> None:
+        parse_rules(self.rules)  # a bad rule is refused before anything is traced
+
+    def run(self, graph: Graph, context: Context) -> PassResult:
+        del context
+        rewriter, book = Rewriter(graph), RuleBook(parse_rules(self.rules))
+        report: list[Match | NoMatch] = []
+        for entry in graph.of_kind("param"):
+            if len(entry.aval.shape) == 2:
+                users = graph.users(graph.var(entry.path))
+                report += self._quantize(rewriter, entry, users, book.find(entry.path))
+        report += [NoMatch(f"rule {rule}", "selects no weight that an earlier rule left") for rule in book.unused]
+        return PassResult.of(rewriter, report)
+
+    def _quantize(
+        self, rewriter: Rewriter, entry: Input, users: list[JaxprEqn], scheme: Scheme | None
+    ) -> list[Match | NoMatch]:
+        target = _format_for(entry, scheme)
+        if isinstance(target, NoMatch):
+            return [target]
+        if rewriter.graph.is_output(rewriter.graph.var(entry.path)):
+            return [NoMatch(entry.path, "it is also an output of the graph, so it stays dense")]
+        matches = [_reader(rewriter.graph, entry, user) for user in users]
+        for found in matches:
+            if isinstance(found, NoMatch):
+                return [found]
+        outputs, inputs = entry.aval.shape
+        fields = [
+            rewriter.add_input(Input(f"{entry.path}/{field}", "param", jax.ShapeDtypeStruct(*spec), entry.axes))
+            for field, spec in target.specs(outputs, inputs).items()
+        ]
+        writes = tuple(f"{entry.path}/{field}" for field in target.fields)
+        edit = WeightEdit((entry.path,), writes, partial(_encode, target, self.method))
+        for found in matches:
+            assert isinstance(found, Match)
+            self._substitute(rewriter, found, entry, target, fields, edit)
+        return list(matches)
+
+    def _substitute(
+        self, rewriter: Rewriter, match: Match, entry: Input, target: QuantFormat, fields: list, edit: WeightEdit
+    ) -> None:
+        (result,), shape = match.results, entry.aval.shape
+        options = {"format": target, "shape": shape}
+        if match.eqns[-1].primitive.name == MATMUL:
+            op, activation = partial(quantized_matmul, **options, out_dtype=spec_of(result).dtype), match.operands[0]
+        else:
+            op, activation = partial(quantized_take, **options, dtype=spec_of(result).dtype), match.operands[1]
+        rewriter.replace(match, op, [activation, *fields], [edit], tolerance=TOLERANCE[target.bits])
+
+
+def _format_for(entry: Input, scheme: Scheme | None) -> QuantFormat | NoMatch:
+    """The format that a rule gives a weight, or why it stays dense."""
+    if scheme is None:
+        return NoMatch(entry.path, "no rule selects it: it stays dense")
+    if scheme.text == "skip":
+        return NoMatch(entry.path, "a rule says skip: it stays dense")
+    if scheme.text == "native" and entry.stored is None:
+        return NoMatch(entry.path, "the checkpoint stores it in no quantized form that we keep: it stays dense")
+    target = entry.stored if scheme.format is None else scheme.format
+    assert target is not None
+    try:
+        target.specs(*entry.aval.shape)
+    except ValueError as error:
+        return NoMatch(entry.path, str(error))
+    return target
+
+
+def _reader(graph: Graph, entry: Input, user: JaxprEqn) -> Match | NoMatch:
+    """The region that reads the weight: a dense_matmul or an embedding lookup."""
+    if user.primitive.name == MATMUL and graph.param_of(user.invars[1]) is entry:
+        note = f"{entry.path} {list(entry.aval.shape)}"
+        return Match(where(user), tuple(user.invars), (user,), tuple(user.outvars), note)
+    if user.primitive.name == "dot_general":
+        return NoMatch(where(user), f"{entry.path} is read by a plain dot_general: run lower-dense-matmul first")
+    for pattern in ROWS:
+        found = pattern.match(graph, user.outvars[0])
+        if isinstance(found, Match):
+            return dataclasses.replace(found, note=f"{entry.path} {list(entry.aval.shape)}, rows")
+    return NoMatch(where(user), f"{entry.path} is read by {user.primitive.name}, so it stays dense")
+
+
+def _encode(target: QuantFormat, method: str, value: Value) -> tuple[Value, ...]:
+    """The arrays of a weight in the target format."""
+    if not (isinstance(value, QuantizedTensor) and value.format == target):
+        value = METHODS[method](np.asarray(dense(value), jnp.float32), target)
+    return tuple(value.arrays[field] for field in target.fields)

@@ -1,0 +1,135 @@
+"""From an artifact folder to a runner: weights and programs are loaded, nothing is traced or compiled."""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve import executables, weights_io
+from jaxserve.artifact import Artifact
+from jaxserve.errors import UserError
+from jaxserve.manifest import Manifest, Program
+from jaxserve.serving.request import Limits
+from jaxserve.serving.runner import Runner
+from jaxserve.serving.state import init_state
+from jaxserve.serving.step import Bucket
+from jaxserve.targets import find_target
+
+# Programs that a first request needs, before those that only load brings: a short prompt, then decoding.
+_FIRST = ("admit", "copy-pages")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowerLimits:
+    """What serving may lower; 0 keeps what the artifact was compiled for."""
+
+    max_num_seqs: int = 0
+    max_model_len: int = 0
+    kv_tokens: int = 0
+
+
+class Programs(Mapping[Bucket, Callable[..., Any]]):
+    """Step programs by bucket, loaded behind the first requests; looking one up waits for it."""
+
+    def __init__(self, futures: Mapping[Bucket, concurrent.futures.Future[Any]]):
+        self._futures = futures
+
+    def __getitem__(self, bucket: Bucket) -> Callable[..., Any]:
+        return self._futures[bucket].result()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._futures)
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+
+def compiled_limits(manifest: Manifest) -> Limits:
+    """The limits that the artifact's programs were compiled for."""
+    limits = manifest.limits
+    longest = {kind: max(p.tokens for p in manifest.programs if p.kind == kind) for kind in ("step", "score")}
+    return Limits(
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        page_size=limits.page_size,
+        num_pages=limits.num_pages,
+        vocab_size=limits.vocab_size,
+        token_budget=longest["step"],
+        score_budget=longest["score"],
+        eos_ids=tuple(manifest.generation.get("eos_ids", ())),
+    )
+
+
+def serving_limits(compiled: Limits, lower: LowerLimits) -> Limits:
+    """The compiled limits, lowered. UserError when more is asked for than was compiled, naming the compile flag."""
+    ceilings = {
+        "max_num_seqs": compiled.max_num_seqs,
+        "max_model_len": compiled.max_model_len,
+        "kv_tokens": compiled.num_pages * compiled.page_size,
+    }
+    for name, ceiling in ceilings.items():
+        asked, flag = getattr(lower, name), "--" + name.replace("_", "-")
+        if asked < 0 or asked > ceiling:
+            raise UserError(
+                f"{flag} {asked} is not between 1 and {ceiling}, which the artifact was compiled for; "
+                f"compile it again with {flag} {asked}"
+            )
+    return dataclasses.replace(
+        compiled,
+        max_num_seqs=lower.max_num_seqs or compiled.max_num_seqs,
+        max_model_len=lower.max_model_len or compiled.max_model_len,
+        num_pages=max(1, lower.kv_tokens // compiled.page_size) if lower.kv_tokens else compiled.num_pages,
+    )
+
+
+def load_runner(artifact: Artifact, report: Callable[[str], None]) -> Runner:
+    """A runner with the artifact's weights, empty caches and programs, which load in the background.
+
+    `report` gets one line for each program that has to be compiled again, and why.
+    """
+    manifest = artifact.manifest
+    target = find_target(manifest.target)
+    programs = sorted(manifest.programs, key=_when_wanted)
+    futures = executables.load_in_background(artifact, [program.name for program in programs], target, report)
+    params = weights_io.load_weights(artifact)
+    limits = compiled_limits(manifest)
+    steps = {
+        Bucket("score" if program.kind == "score" else "step", program.tokens, program.seqs): futures[program.name]
+        for program in programs
+        if program.tokens
+    }
+    return Runner(
+        Programs(steps),
+        admit=_when_loaded(futures["admit"]),
+        load_penalties=_when_loaded(futures["load-penalties"]),
+        copy_pages=_when_loaded(futures["copy-pages"]),
+        params=params,
+        caches=empty_caches(manifest),
+        state=init_state(limits),
+        limits=limits,
+    )
+
+
+def empty_caches(manifest: Manifest) -> dict[str, jax.Array]:
+    """Zeroed caches in memory of their own, which the first step can take over."""
+    return {
+        spec.name: jax.device_put(np.zeros(spec.shape, jnp.dtype(spec.dtype)), may_alias=False)
+        for spec in manifest.caches
+    }
+
+
+def _when_wanted(program: Program) -> tuple[int, int]:
+    if program.name in _FIRST:
+        return 0, 0
+    if program.kind == "step":
+        alone = program.tokens == program.seqs == 1
+        return (1, program.tokens) if alone or program.tokens != program.seqs else (2, program.tokens)
+    return 3, program.tokens
+
+
+def _when_loaded(future: concurrent.futures.Future[Any]) -> Callable[..., Any]:
+    return lambda *arguments: future.result()(*arguments)

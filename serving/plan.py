@@ -1,0 +1,98 @@
+"""What the scheduler hands to a runner and gets back. Plain Python: no jax."""
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from typing import Literal, Protocol
+
+from jaxserve.serving.request import Sequence
+
+
+@dataclasses.dataclass(slots=True)
+class Row:
+    """`count` positions of one sequence, from position `start` on.
+
+    tokens: the ids to feed, known to the host; () with count 1: feed the slot's `last_token`, which a step still in
+        flight samples.
+    sample: choose the sequence's next token from the last position's logits.
+    pages_from: entries of `seq.blocks` from here on changed since its previous row (len(seq.blocks): none did).
+    """
+
+    seq: Sequence
+    slot: int
+    start: int
+    count: int
+    tokens: tuple[int, ...]
+    sample: bool
+    pages_from: int
+
+
+@dataclasses.dataclass(slots=True)
+class StepPlan:
+    """One step. The engine calls runner.admit for each of `admits`, then copy_pages, then dispatch.
+
+    kind 'step': many rows, at most token_budget tokens, at most one row a sequence.
+    kind 'score': one row of at most score_budget tokens, never sampled; wanted are the log-probabilities of
+        seq.tokens[start + 1 : start + 1 + count].
+    copies: (source, destination) pages; no page is both, so any order and grouping of them is right.
+    """
+
+    kind: Literal["step", "score"]
+    rows: list[Row]
+    admits: list[Sequence]
+    copies: list[tuple[int, int]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        rows = (row for row in self.rows if row.start < row.seq.prompt_len)
+        return sum(min(row.count, row.seq.prompt_len - row.start) for row in rows)
+
+
+@dataclasses.dataclass(slots=True)
+class StepResult:
+    """Plain Python lists. 'step': one entry a row (entries of rows that do not sample are ignored).
+    'score': one entry a token of its only row; tokens[i] is the target whose log-probability logprob[i] is.
+
+    top[i]: up to max_logprobs (id, logprob), best first; None when no row of the step wants any.
+    finite[i]: False when the logits held NaN or an infinity.
+    """
+
+    tokens: list[int]
+    logprob: list[float]
+    top: list[list[tuple[int, float]]] | None
+    finite: list[bool]
+
+
+class Pending(Protocol):
+    """A dispatched step."""
+
+    def wait(self) -> None:
+        """Returns when the device has finished the step: keeps its time apart from the host's in the statistics."""
+        ...
+
+    def result(self) -> StepResult:
+        """Reads the step's results back, waiting for them if need be."""
+        ...
+
+
+class Runner(Protocol):
+    """The device. Calls come from one thread, and take effect in the order they were made.
+
+    A runner must read what it needs of a plan, its sequences included, before dispatch returns: the scheduler changes
+    them later.
+    """
+
+    def admit(self, seq: Sequence) -> None:
+        """Loads the state of seq.slot: length seq.num_admitted, seed, params, stop_ids, output_ids."""
+        ...
+
+    def copy_pages(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copies pages, in every layer's K and V."""
+        ...
+
+    def dispatch(self, plan: StepPlan) -> Pending:
+        """Starts the step and returns at once."""
+        ...

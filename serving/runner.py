@@ -1,0 +1,225 @@
+"""The host's side of the device: turns plans into calls of the compiled programs, and their outputs into results.
+
+Knows nothing of models or passes, and traces nothing: the programs are executables that were compiled ahead of time.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.serving.plan import Row, StepPlan, StepResult
+from jaxserve.serving.request import Limits, Sequence
+from jaxserve.serving.state import ADMIT_ROWS, State, neutral_rows, pack_row, penalty_rows
+from jaxserve.serving.step import COPY_PAGES, Arrays, Bucket
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileCounter:
+    """Counts compilations by XLA in this process, whoever asks for them, from its creation until close()."""
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **_: Any) -> None:
+        if event == _COMPILE_EVENT:
+            self.count += 1
+
+
+class PendingStep:
+    """A dispatched step. Holds of its plan only what reading the results needs."""
+
+    def __init__(self, outputs: Arrays, num_entries: int, top_counts: list[int] | None, targets: list[int] | None):
+        self._outputs = outputs
+        self._num_entries = num_entries
+        self._top_counts = top_counts
+        self._targets = targets
+
+    def wait(self) -> None:
+        """Returns when the device has finished the step (without holding the interpreter's lock)."""
+        jax.block_until_ready(self._outputs["finite"])
+
+    def result(self) -> StepResult:
+        """Waits for the step (without holding the interpreter's lock) and reads its results back."""
+        names = ["logprob", "finite"]
+        if self._targets is None:
+            names.append("tokens")
+        if self._top_counts is not None:
+            names += ["top_ids", "top_logprobs"]
+        values = {
+            name: array[: self._num_entries].tolist()
+            for name, array in jax.device_get({name: self._outputs[name] for name in names}).items()
+        }
+        top = None
+        if self._top_counts is not None:
+            rows = zip(self._top_counts, values["top_ids"], values["top_logprobs"], strict=True)
+            top = [list(zip(ids[:n], logprobs[:n], strict=True)) for n, ids, logprobs in rows]
+        tokens = values["tokens"] if self._targets is None else self._targets
+        return StepResult(tokens, values["logprob"], top, values["finite"])
+
+
+class Runner:
+    """Runs plans. Calls come from one thread and take effect in their order; each step starts when the one before it
+    ends.
+
+    programs: bucket -> step(params, caches, state, inputs) -> (caches, state, outputs), as step_function makes them.
+    Only the
+        buckets in use are looked up, so that a mapping may load its programs when they are first wanted.
+    admit, load_penalties, copy_pages: as state.admit_function, state.load_penalties and step.copy_pages.
+    params: handed to the programs as it is. caches and state: donated, and replaced by what each program returns.
+
+    The programs run behind the host's back and may read the host's arrays where they lie, so an array that was handed
+    to one is never written again.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[Bucket, Callable[..., Any]],
+        admit: Callable[..., State],
+        load_penalties: Callable[..., State],
+        copy_pages: Callable[..., Arrays],
+        params: Any,
+        caches: Arrays,
+        state: State,
+        limits: Limits,
+    ):
+        self.params, self.caches, self.state, self.limits = params, caches, state, limits
+        self.h2d_arrays = 0  # host arrays handed to programs
+        self._programs = programs
+        self._admit_program, self._load_penalties, self._copy_pages = admit, load_penalties, copy_pages
+        self._buckets = sorted(programs)
+        self._tables = np.zeros((limits.max_num_seqs + 1, limits.pages_per_seq), np.int32)
+        self._admits: dict[int, np.ndarray] = {}
+        self._compilations = CompileCounter()
+
+    @property
+    def compilations(self) -> int:
+        """Compilations by XLA in this process since the runner was made, or since its last warm-up. Must stay 0."""
+        return self._compilations.count
+
+    def close(self) -> None:
+        """Stops counting compilations."""
+        self._compilations.close()
+
+    def warmup(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Runs all programs (or those of `buckets`) once without effect, then counts compilations from 0."""
+        for bucket in self._buckets if buckets is None else buckets:
+            self._run(bucket, self._empty_inputs(bucket))
+        scratch = self.limits.max_num_seqs
+        self._admits[scratch] = neutral_rows(1, self.limits).view(np.int32)
+        self._flush_admits()
+        vocab = self.limits.vocab_size
+        self._load(scratch, np.zeros(vocab, np.int32), np.zeros(vocab, np.bool_))
+        self.copy_pages([(0, -1)])
+        jax.block_until_ready((self.caches, self.state))
+        self._compilations.count = 0
+
+    def admit(self, seq: Sequence) -> None:
+        """Loads the state of seq.slot, at the latest before the next step: up to ADMIT_ROWS sequences share a call."""
+        self._admits[seq.slot] = pack_row(seq, self.limits)
+        if len(self._admits) == ADMIT_ROWS:
+            self._flush_admits()
+        if seq.params.uses_penalties:
+            self._load(seq.slot, *penalty_rows(seq, self.limits))
+
+    def copy_pages(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copies (source, destination) pages in every cache."""
+        for first in range(0, len(copies), COPY_PAGES):
+            sources, destinations = np.zeros(COPY_PAGES, np.int32), np.full(COPY_PAGES, -1, np.int32)
+            for i, (source, destination) in enumerate(copies[first : first + COPY_PAGES]):
+                sources[i], destinations[i] = source, destination
+            self.caches = self._copy_pages(self.caches, sources, destinations)
+            self.h2d_arrays += 2
+
+    def dispatch(self, plan: StepPlan) -> PendingStep:
+        """Starts the step and returns while it runs. Raises ValueError when no bucket fits the plan."""
+        self._flush_admits()
+        bucket = self.bucket_of(plan)
+        inputs = self._empty_inputs(bucket)
+        tokens, slots, counts = inputs["tokens"], inputs["slots"], inputs["query_counts"]
+        start = 0
+        for i, row in enumerate(plan.rows):
+            end = start + row.count
+            tokens[start:end] = row.tokens or -1
+            start = end
+            slots[i], counts[i] = row.slot, row.count
+            if row.pages_from < len(row.seq.blocks):
+                self._tables[row.slot, row.pages_from : len(row.seq.blocks)] = row.seq.blocks[row.pages_from :]
+        np.take(self._tables, slots, axis=0, out=inputs["block_tables"])
+        if plan.kind == "score":
+            return self._dispatch_score(plan.rows[0], bucket, inputs)
+        inputs["sample"][: len(plan.rows)] = [row.sample for row in plan.rows]
+        wanted = [(row.seq.params.logprobs or 0) if row.sample else 0 for row in plan.rows]
+        return PendingStep(self._run(bucket, inputs), len(plan.rows), wanted if any(wanted) else None, None)
+
+    def bucket_of(self, plan: StepPlan) -> Bucket:
+        """The smallest bucket that fits."""
+        tokens, longest = plan.num_tokens, max(row.count for row in plan.rows)
+        for bucket in self._buckets:
+            if bucket.fits(plan.kind, tokens, len(plan.rows), longest):
+                return bucket
+        raise ValueError(
+            f"no bucket fits a {plan.kind} plan of {tokens} tokens in {len(plan.rows)} rows, {longest} in the longest; "
+            f"there are {', '.join(f'{b.kind} {b.tokens}x{b.seqs}' for b in self._buckets)}"
+        )
+
+    def _dispatch_score(self, row: Row, bucket: Bucket, inputs: dict[str, np.ndarray]) -> PendingStep:
+        first = row.start + 1
+        targets = row.seq.tokens[first : first + row.count]
+        inputs["targets"][: row.count] = targets
+        top = row.seq.params.prompt_logprobs
+        return PendingStep(self._run(bucket, inputs), row.count, [top] * row.count if top else None, targets)
+
+    def _empty_inputs(self, bucket: Bucket) -> dict[str, np.ndarray]:
+        """Inputs without a row. New arrays each time: the step before may not have read its own yet."""
+        inputs = {
+            "tokens": np.zeros(bucket.tokens, np.int32),
+            "slots": np.full(bucket.seqs, self.limits.max_num_seqs, np.int32),
+            "query_counts": np.zeros(bucket.seqs, np.int32),
+            "block_tables": np.zeros((bucket.seqs, self.limits.pages_per_seq), np.int32),
+        }
+        if bucket.kind == "score":
+            return inputs | {"targets": np.zeros(bucket.tokens, np.int32)}
+        return inputs | {"sample": np.zeros(bucket.seqs, np.bool_)}
+
+    def _run(self, bucket: Bucket, inputs: dict[str, np.ndarray]) -> Arrays:
+        self.caches, self.state, outputs = self._programs[bucket](self.params, self.caches, self.state, inputs)
+        self.h2d_arrays += len(inputs)
+        return outputs
+
+    def _flush_admits(self) -> None:
+        if not self._admits:
+            return
+        slots = np.full(ADMIT_ROWS, self.limits.max_num_seqs, np.int32)
+        rows = neutral_rows(ADMIT_ROWS, self.limits).view(np.int32).reshape(ADMIT_ROWS, -1)
+        for i, (slot, row) in enumerate(self._admits.items()):
+            slots[i], rows[i] = slot, row
+        self._admits.clear()
+        self.state = self._admit_program(self.state, slots, rows)
+        self.h2d_arrays += 2
+
+    def _load(self, slot: int, counts: np.ndarray, prompt_mask: np.ndarray) -> None:
+        self.state = self._load_penalties(self.state, np.int32(slot), counts, prompt_mask)
+        self.h2d_arrays += 3
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc keep large freed blocks for the next use instead of giving them back to the kernel. For the whole
+    process.
+
+    XLA:CPU allocates a program's temporaries anew in each call. Blocks over 32 MiB would come from fresh pages every
+    time, and touching those for the first time takes longer than most of a step. Returns False where there is no glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trim_threshold, mmap_threshold, most = -1, -3, 2**31 - 1  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+    return bool(mallopt(mmap_threshold, most)) and bool(mallopt(trim_threshold, most))

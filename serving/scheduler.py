@@ -1,0 +1,322 @@
+"""Which sequences take part in the next step, and what its results mean for them. Plain Python: no jax.
+
+Steps are scheduled ahead of results: schedule() plans step N+1 while step N runs, and confirm() takes step N's results
+after that. So a plan rests only on what is known without them: a decode row feeds a token that only the device knows. A
+sequence that turns out to have ended (EOS, stop, abort) may have one more row in flight; that row's result is dropped,
+and pages and slot return when nothing in flight uses them.
+"""
+
+import collections
+from collections.abc import Iterable
+
+from jaxserve.serving.blocks import ROOT_KEY, BlockPool, page_key
+from jaxserve.serving.plan import Row, StepPlan, StepResult
+from jaxserve.serving.request import Limits, Sequence, Status, TokenLogprob
+
+
+class Scheduler:
+    """First come, first served. Running sequences decode first, prompts share the rest of the token budget in chunks.
+
+    A sequence gets the pages of all its known tokens when it is admitted, then one page at a time. When there is none,
+    the youngest is preempted: it drops its pages, goes to the head of the queue, and later recomputes them. Sampling
+    depends on the sequence's seed and positions alone, so it ends with the output it would have had.
+    """
+
+    def __init__(self, limits: Limits, pool: BlockPool):
+        self.limits = limits
+        self.pool = pool
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.leaving: set[Sequence] = set()  # finished or preempted, with a step in flight that uses their pages
+        self.num_preemptions = 0
+        self._free_slots = list(reversed(range(limits.max_num_seqs)))
+        self._last_kind = "step"
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.leaving)
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence of a validated request. One that has nothing to compute is finished at once."""
+        if seq.max_new == 0 and not seq.scoring:
+            seq.status, seq.finish_reason = Status.FINISHED, "length"
+        else:
+            self.waiting.append(seq)
+
+    def finish(
+        self, seq: Sequence, reason: str, stop_reason: str | int | None = None, error: str | None = None
+    ) -> None:
+        """Ends a sequence now, whatever is still in flight. Nothing happens when it has ended already."""
+        status = seq.status
+        if status is Status.FINISHED:
+            return
+        seq.status, seq.finish_reason, seq.stop_reason, seq.error = Status.FINISHED, reason, stop_reason, error
+        if status is Status.WAITING:
+            self.waiting.remove(seq)
+        elif status is Status.RUNNING:
+            self._leave(seq)
+
+    # ---- planning
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can run before more results are confirmed (or at all)."""
+        makers = [self._score_plan, self._step_plan]
+        if self._last_kind == "score":  # prompts being scored and everything else take turns
+            makers.reverse()
+        plan = makers[0]() or makers[1]()
+        if plan is not None:
+            self._last_kind = plan.kind
+        return plan
+
+    def _score_plan(self, admits: Iterable[Sequence] = ()) -> StepPlan | None:
+        seq = next((seq for seq in self.running if seq.scoring), None)
+        if seq is None:
+            return None
+        plan = StepPlan("score", [], list(admits), [])
+        targets = seq.prompt_len - 1  # the prompt's last token predicts no prompt token: an ordinary step takes it
+        count = min(targets - seq.num_computed, self.limits.score_budget)
+        self._add_row(plan, seq, count)
+        seq.scoring = seq.num_computed < targets
+        return plan
+
+    def _step_plan(self) -> StepPlan | None:
+        plan = StepPlan("step", [], [], [])
+        budget = self.limits.token_budget - self._add_decodes(plan)
+        for seq in self.running:
+            left = len(seq.tokens) + seq.num_pending - seq.num_computed
+            if budget and left > 1 and not seq.scoring:
+                budget -= self._add_row(plan, seq, min(left, budget))
+        self._admit_waiting(plan, budget)
+        if plan.admits and not plan.rows:  # only prompts to score came in
+            return self._score_plan(plan.admits)
+        return plan if plan.rows else None
+
+    def _add_decodes(self, plan: StepPlan) -> int:
+        """Rows of one token for everyone who has just one left to feed. Returns how many."""
+        for seq in self.running.copy():  # preemption takes from its end
+            known = len(seq.tokens) + seq.num_pending
+            if seq.num_computed != known - 1 or seq.scoring or seq.status is not Status.RUNNING:
+                continue
+            if known - seq.prompt_len >= seq.max_new:  # its last token is on the way
+                continue
+            if seq.num_computed < len(seq.blocks) * self.limits.page_size or self._grow(seq):
+                self._add_row(plan, seq, 1)
+        return len(plan.rows)
+
+    def _add_row(self, plan: StepPlan, seq: Sequence, count: int) -> int:
+        start, end = seq.num_computed, seq.num_computed + count
+        sample = plan.kind == "step" and end == len(seq.tokens) + seq.num_pending
+        tokens = () if seq.num_pending else tuple(seq.tokens[start:end])
+        plan.rows.append(Row(seq, seq.slot, start, count, tokens, sample, seq.num_sent))
+        seq.num_sent = len(seq.blocks)
+        seq.num_computed = end
+        seq.num_pending += sample
+        seq.in_flight += 1
+        return count
+
+    def _grow(self, seq: Sequence) -> bool:
+        """One more page, at the youngest sequence's cost if need be. False: not in this step."""
+        while (pages := self.pool.allocate(1)) is None:
+            if self.leaving:  # they give pages back when the step in flight is confirmed
+                return False
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        seq.blocks += pages
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.num_preemptions += 1
+        victim.status = Status.PREEMPTED
+        self._leave(victim)
+
+    # ---- admission
+
+    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
+        if any(seq.status is Status.PREEMPTED for seq in self.leaving):
+            return  # they come first, and their pages are somebody's already
+        sources: list[int] = []
+        while self.waiting and budget and self._free_slots and self._admit(self.waiting[0], plan, sources):
+            seq = self.waiting.popleft()
+            if not seq.scoring:
+                budget -= self._add_row(plan, seq, min(len(seq.tokens) - seq.num_computed, budget))
+        # Held until here, so that no page that is copied from is also copied to in this plan.
+        self.pool.free(sources)
+
+    def _admit(self, seq: Sequence, plan: StepPlan, sources: list[int]) -> bool:
+        """Gives the sequence a slot and pages, sharing those whose content is known. False: not now."""
+        if seq.parent is not None and not self._fork_ready(seq.parent, plan):
+            return False
+        shared, computed = self._known_pages(seq)
+        size = self.limits.page_size
+        total = -(-len(seq.tokens) // size)
+        # One page a running sequence is left alone, or they would soon preempt whom we admit here.
+        reserve = len(self.running)
+        copied = computed < len(shared) * size  # the last shared page is going to be written
+        if copied and self.pool.num_free_after_touch(shared) < total - len(shared) + 1 + reserve:
+            shared, copied = shared[:-1], False  # its tokens are computed once more instead
+            computed = len(shared) * size
+        if self.pool.num_free_after_touch(shared) < total - len(shared) + copied + reserve:
+            return False
+
+        self.pool.touch(shared)
+        if copied:
+            source = shared.pop()
+            [target] = self._take(1)
+            plan.copies.append((source, target))
+            sources.append(source)
+            shared.append(target)
+        seq.blocks = shared + self._take(total - len(shared))
+        self._enter(seq, computed)
+        plan.admits.append(seq)
+        return True
+
+    def _take(self, count: int) -> list[int]:
+        pages = self.pool.allocate(count)
+        assert pages is not None, "counted before"
+        return pages
+
+    def _enter(self, seq: Sequence, computed: int) -> None:
+        if not seq.admitted_once:
+            seq.admitted_once = True
+            if seq.parent is None and not seq.scoring:
+                seq.cached_tokens = computed
+                self.pool.query_tokens += seq.prompt_len
+                self.pool.hit_tokens += computed
+        seq.parent = None
+        seq.status = Status.RUNNING
+        seq.slot = self._free_slots.pop()
+        seq.num_admitted = seq.num_computed = computed
+        seq.num_registered = computed // self.limits.page_size
+        seq.num_sent = 0
+        self.running.append(seq)
+
+    def _fork_ready(self, parent: Sequence, plan: StepPlan) -> bool:
+        """Whether the parent's prompt is in its pages before this plan's step (copies come first), or never will be."""
+        if parent.status is not Status.RUNNING:
+            return parent.status is Status.FINISHED
+        needed = parent.prompt_len - 1
+        if parent in plan.admits or parent.num_computed < needed:
+            return False
+        return not any(row.seq is parent and row.start < needed for row in plan.rows)
+
+    def _known_pages(self, seq: Sequence) -> tuple[list[int], int]:
+        """Pages that hold the sequence's first positions already, and how many positions.
+
+        At least one position is left to compute: its logits choose the next token.
+        """
+        size = self.limits.page_size
+        if seq.parent is not None and seq.parent.status is Status.RUNNING:
+            computed = seq.prompt_len - 1
+            return seq.parent.blocks[: -(-computed // size)], computed
+        if seq.scoring or not self.pool.prefix_caching:
+            return [], 0  # scoring needs the logits of every position
+        self._extend_keys(seq, len(seq.tokens) // size)
+        pages = self.pool.match_prefix(seq.keys)
+        return pages, min(len(pages) * size, len(seq.tokens) - 1)
+
+    def _extend_keys(self, seq: Sequence, count: int) -> None:
+        size = self.limits.page_size
+        for i in range(len(seq.keys), count):
+            parent = seq.keys[-1] if seq.keys else ROOT_KEY
+            seq.keys.append(page_key(parent, seq.tokens[i * size : (i + 1) * size], seq.extras))
+
+    # ---- results
+
+    def confirm(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, int | None]]:
+        """Takes the results of the oldest unconfirmed plan.
+
+        Returns every sequence with news, and the index of its row when its token was appended to seq.tokens, None when
+        it ended without one.
+        """
+        news: list[tuple[Sequence, int | None]] = []
+        for i, row in enumerate(plan.rows):
+            seq = row.seq
+            seq.in_flight -= 1
+            seq.num_pending -= row.sample
+            if seq.status is not Status.FINISHED:
+                if plan.kind == "score":
+                    self._confirm_scores(row, result, news)
+                else:
+                    self._confirm_row(i, row, result, news)
+            if not seq.in_flight and seq in self.leaving:
+                self._release(seq)
+        return news
+
+    def _confirm_row(self, i: int, row: Row, result: StepResult, news: list[tuple[Sequence, int | None]]) -> None:
+        seq = row.seq
+        if row.sample and not result.finite[i]:
+            self._fail(seq, news)
+            return
+        self._register_pages(seq, row.start + row.count)
+        if not row.sample:
+            return
+        token = result.tokens[i]
+        seq.tokens.append(token)
+        news.append((seq, i))
+        if token in seq.stop_ids and seq.num_outputs > seq.params.min_tokens:
+            self.finish(seq, "stop", token if token in seq.params.stop_token_ids else None)
+        elif seq.num_outputs >= seq.max_new:
+            self.finish(seq, "length")
+
+    def _confirm_scores(self, row: Row, result: StepResult, news: list[tuple[Sequence, int | None]]) -> None:
+        seq = row.seq
+        if not all(result.finite[: row.count]):
+            self._fail(seq, news)
+            return
+        self._register_pages(seq, row.start + row.count)
+        number = seq.params.prompt_logprobs
+        for i in range(row.count):
+            top = result.top[i][:number] if result.top else []
+            seq.prompt_scores.append(TokenLogprob(seq.tokens[row.start + 1 + i], result.logprob[i], top))
+        if len(seq.prompt_scores) == seq.prompt_len - 1 and seq.max_new == 0:
+            news.append((seq, None))
+            self.finish(seq, "length")
+
+    def _fail(self, seq: Sequence, news: list[tuple[Sequence, int | None]]) -> None:
+        news.append((seq, None))
+        self.finish(seq, "error", error="the model produced numbers that are not finite for this request")
+
+    def _register_pages(self, seq: Sequence, confirmed: int) -> None:
+        """Offers the full pages among the first `confirmed` positions to the prefix cache."""
+        full = confirmed // self.limits.page_size
+        if full > seq.num_registered and self.pool.prefix_caching:
+            self._extend_keys(seq, full)
+            for i in range(seq.num_registered, full):
+                self.pool.register(seq.blocks[i], seq.keys[i])
+            seq.num_registered = full
+
+    # ---- leaving
+
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.leaving.add(seq)
+        if not seq.in_flight:
+            self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.leaving.remove(seq)
+        self.pool.free(seq.blocks)
+        self._free_slots.append(seq.slot)
+        seq.blocks, seq.slot = [], -1
+        if seq.status is Status.PREEMPTED:
+            seq.status = Status.WAITING
+            if seq.wants_scores and len(seq.prompt_scores) < seq.prompt_len - 1:
+                seq.scoring, seq.prompt_scores = True, []
+            self.waiting.appendleft(seq)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not balance. For tests."""
+        holders = [*self.running, *self.leaving]
+        self.pool.check_integrity(seq.blocks for seq in holders)
+        slots = [seq.slot for seq in holders] + self._free_slots
+        assert sorted(slots) == list(range(self.limits.max_num_seqs)), f"slots held and free: {slots}"
+        assert all(seq.status is Status.RUNNING for seq in self.running)
+        assert all(seq.in_flight and seq.status in (Status.PREEMPTED, Status.FINISHED) for seq in self.leaving)
+        assert all(seq.status is Status.WAITING and not seq.blocks and not seq.in_flight for seq in self.waiting)
+        for seq in self.running:
+            next_page = seq.num_computed // self.limits.page_size
+            assert len(seq.blocks) >= -(-seq.num_computed // self.limits.page_size), f"{seq.id} has too few pages"
+            if next_page < len(seq.blocks):
+                assert self.pool.is_writable(seq.blocks[next_page]), f"{seq.id} would write to a shared page"

@@ -1,0 +1,40 @@
+"""An engine on an artifact, for whatever drives it: the server, an evaluation, a benchmark."""
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+
+from jaxserve.artifact import open_artifact
+from jaxserve.manifest import Manifest
+from jaxserve.serving.engine import Engine
+from jaxserve.serving.load import LowerLimits, compiled_limits, load_runner, serving_limits
+from jaxserve.serving.request import Limits
+from jaxserve.serving.runner import Runner, keep_freed_memory
+from jaxserve.serving.stats import EngineObserver
+from jaxserve.text import Tokenizer, load_tokenizer
+
+
+class Session:
+    """What an artifact needs to run: a runner, a tokenizer, limits; engines are made on it one at a time."""
+
+    def __init__(self, folder: pathlib.Path, lower: LowerLimits, report: Callable[[str], None]):
+        artifact = open_artifact(folder)
+        self.manifest: Manifest = artifact.manifest
+        self.limits: Limits = serving_limits(compiled_limits(artifact.manifest), lower)
+        keep_freed_memory()
+        self.runner: Runner = load_runner(artifact, report)
+        self.tokenizer: Tokenizer = load_tokenizer(artifact.tokenizer)
+
+    def engine(self, observer: EngineObserver | None = None, *, prefix_caching: bool = True) -> Engine:
+        """A new engine, not started. The one before it must have stopped."""
+        return Engine(self.runner, self.tokenizer, self.limits, observer, prefix_caching=prefix_caching)
+
+    @contextlib.contextmanager
+    def running(self, *, prefix_caching: bool = True) -> Iterator[Engine]:
+        """A started engine, stopped at the end of the block."""
+        engine = self.engine(prefix_caching=prefix_caching)
+        engine.start()
+        try:
+            yield engine
+        finally:
+            engine.stop()

@@ -1,0 +1,203 @@
+"""The step: from what the host sends, one call of the model, and new device state.
+
+The host sends slots, counts, prompt chunks and block tables; lengths and last tokens are on the device, so that a step
+can be dispatched before the tokens of the one before it are known.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jaxserve.serving.request import Limits
+from jaxserve.serving.sampler import sample, score
+from jaxserve.serving.state import State
+
+Arrays = dict[str, Array]
+Forward = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Array]]
+Step = Callable[[Arrays, Arrays, State, Arrays], tuple[Arrays, State, Arrays]]
+
+COPY_PAGES = 8  # page copies in one call of the copy program
+FORWARD_ARGS = (
+    "tokens",
+    "positions",
+    "segments",
+    "logit_rows",
+    "kv_slots",
+    "block_tables",
+    "query_starts",
+    "context_lens",
+)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """The static size of a step program: at most `tokens` tokens of at most `seqs` sequences.
+
+    tokens == seqs is a decode bucket: every row has at most one token, which lets the model treat token t as row t.
+    A 'score' bucket has one row and yields log-probabilities of given targets at every token instead of a new token.
+    """
+
+    kind: Literal["step", "score"]
+    tokens: int
+    seqs: int
+
+    @property
+    def decode(self) -> bool:
+        return self.tokens == self.seqs
+
+    @property
+    def logit_rows(self) -> int:
+        """R: rows of logits that forward must return."""
+        return self.tokens if self.kind == "score" else self.seqs
+
+    def fits(self, kind: str, tokens: int, seqs: int, longest: int) -> bool:
+        """Whether a plan of `seqs` rows, `tokens` tokens in all and `longest` in one row can run in this bucket."""
+        one_each = kind == "step" and self.decode
+        return kind == self.kind and tokens <= self.tokens and seqs <= self.seqs and (longest <= 1 or not one_each)
+
+
+def default_buckets(limits: Limits) -> tuple[Bucket, ...]:
+    """Decode buckets at the powers of two, mixed buckets at the powers of two from 32 tokens, one score bucket.
+
+    Some bucket fits every plan within the limits. Small mixed buckets have few rows: a lone short prompt should not pay
+    for the logits of max_num_seqs rows.
+    """
+    most, budget = limits.max_num_seqs, limits.token_budget
+    steps = [Bucket("step", size, size) for size in _doublings(1, most)]
+    *small, largest = _doublings(32, budget)
+    steps += [Bucket("step", tokens, min(most, tokens // 4)) for tokens in small]
+    if budget > 1:
+        steps.append(Bucket("step", largest, min(most, largest - 1)))
+    return (*sorted(steps), Bucket("score", limits.score_budget, 1))
+
+
+def _doublings(first: int, last: int) -> list[int]:
+    """first, 2 first, 4 first, ... as far as they are below last, and last."""
+    return [*itertools.takewhile(lambda size: size < last, (first << n for n in itertools.count())), last]
+
+
+def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the host sends with each step.
+
+    tokens [T] int32: rows packed one after the other; -1 is the last token of the row's slot. slots [S] int32: unused
+    rows come last and point at the scratch slot max_num_seqs. query_counts [S] int32: tokens of each row. sample [S]
+    bool: whether to choose a next token from the row's last position. block_tables [S, P] int32. Score buckets: targets
+    [T] int32 too.
+    """
+    tokens, seqs = (bucket.tokens,), (bucket.seqs,)
+    specs = {
+        "tokens": jax.ShapeDtypeStruct(tokens, np.int32),
+        "slots": jax.ShapeDtypeStruct(seqs, np.int32),
+        "query_counts": jax.ShapeDtypeStruct(seqs, np.int32),
+        "sample": jax.ShapeDtypeStruct(seqs, np.bool_),
+        "block_tables": jax.ShapeDtypeStruct((bucket.seqs, limits.pages_per_seq), np.int32),
+    }
+    if bucket.kind == "score":
+        del specs["sample"]
+        specs["targets"] = jax.ShapeDtypeStruct(tokens, np.int32)
+    return specs
+
+
+def forward_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruct]:
+    """What forward is given, beside parameters and caches, by the names in FORWARD_ARGS.
+
+    tokens, positions, kv_slots (page * B + offset, -1 for padding) [T]; segments [T]: the token's row, S for padding;
+    logit_rows [R]: the tokens whose logits are wanted; block_tables [S, P]; query_starts [S+1]; context_lens [S]:
+    length of each row's sequence with this step's tokens. All int32.
+    """
+    tokens, seqs = bucket.tokens, bucket.seqs
+    shapes = {name: (tokens,) for name in ("tokens", "positions", "segments", "kv_slots")} | {
+        "logit_rows": (bucket.logit_rows,),
+        "block_tables": (seqs, limits.pages_per_seq),
+        "query_starts": (seqs + 1,),
+        "context_lens": (seqs,),
+    }
+    return {name: jax.ShapeDtypeStruct(shapes[name], np.int32) for name in FORWARD_ARGS}
+
+
+def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
+    """step(params, caches, state, inputs) -> (caches, state, outputs); jit it with caches and state donated.
+
+    forward(params, caches, args) -> (caches, logits [R, padded vocab] float32), with args as in forward_specs.
+    outputs of a step bucket: tokens, logprob, finite [S], top_ids, top_logprobs [S, top] (see sampler.Samples).
+    outputs of a score bucket: logprob of the targets, finite [T], top_ids, top_logprobs [T, top].
+    """
+
+    def step(params: Arrays, caches: Arrays, state: State, inputs: Arrays) -> tuple[Arrays, State, Arrays]:
+        slots, counts = inputs["slots"], inputs["query_counts"]
+        args = expand_inputs(inputs, state, bucket, limits)
+        caches, logits = forward(params, caches, args)
+        lengths = args["context_lens"]
+        state = state | {"length": state["length"].at[slots].add(counts)}
+        if bucket.kind == "score":
+            return caches, state, _score_outputs(logits[:, : limits.vocab_size], inputs["targets"], limits)
+        active = inputs["sample"]
+        samples = sample(logits, state, slots, lengths, active, max_logprobs=limits.max_logprobs)
+        # Rows that do not sample write back what is there: all padding rows share the scratch slot.
+        last = jnp.where(active, samples.tokens, jnp.take(state["last_token"], slots, mode="clip"))
+        state = state | {
+            "last_token": state["last_token"].at[slots].set(last),
+            "counts": state["counts"].at[slots, samples.tokens].add(active.astype(jnp.int32)),
+        }
+        return caches, state, samples._asdict()
+
+    return step
+
+
+def expand_inputs(inputs: Arrays, state: State, bucket: Bucket, limits: Limits) -> Arrays:
+    """forward's arguments from the step's inputs and the state before it."""
+    tokens, slots, counts = inputs["tokens"], inputs["slots"], inputs["query_counts"]
+    rows = {name: jnp.take(state[name], slots, mode="clip") for name in ("length", "last_token")}
+    ends = jnp.cumsum(counts)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    index = jnp.arange(bucket.tokens, dtype=jnp.int32)
+    segments = jnp.sum(index[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)  # rows that end at or before the token
+    real = index < ends[-1]
+    row = jnp.minimum(segments, bucket.seqs - 1)
+    positions = jnp.where(real, rows["length"][row] + index - starts[row], 0)
+    last_rows = jnp.maximum(ends - 1, 0)
+    return {
+        "tokens": jnp.where(tokens < 0, rows["last_token"][row], tokens),
+        "positions": positions,
+        "segments": jnp.where(real, segments, bucket.seqs),
+        "logit_rows": index if bucket.kind == "score" else last_rows,
+        "kv_slots": jnp.where(real, _kv_slots(inputs["block_tables"], row, positions, limits), -1),
+        "block_tables": inputs["block_tables"],
+        "query_starts": starts,
+        "context_lens": rows["length"] + counts,
+    }
+
+
+def _kv_slots(tables: Int32[Array, "S P"], row: Array, positions: Array, limits: Limits) -> Int32[Array, " T"]:
+    """page * B + offset of each position, -1 past the end of the table."""
+    column, offset = positions // limits.page_size, positions % limits.page_size
+    page = tables.at[row, column].get(mode="fill", fill_value=-1)
+    return jnp.where(page < 0, -1, page * limits.page_size + offset)
+
+
+def _score_outputs(logits: Array, targets: Array, limits: Limits) -> Arrays:
+    logprob, ids, top = score(logits, targets, limits.max_logprobs)
+    finite = jnp.all(jnp.isfinite(logits), axis=1)
+    return {"logprob": logprob, "top_ids": ids, "top_logprobs": top, "finite": finite}
+
+
+def copy_specs() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Of copy_pages' second and third argument: sources and destinations [C] int32, destination -1 where unused."""
+    spec = jax.ShapeDtypeStruct((COPY_PAGES,), np.int32)
+    return spec, spec
+
+
+def copy_pages(caches: Arrays, sources: Int32[Array, " C"], destinations: Int32[Array, " C"]) -> Arrays:
+    """The caches, each [pages, ...], with page destinations[i] set to page sources[i]; jit it with caches donated."""
+
+    def copy(cache: Array) -> Array:
+        pages = jnp.take(cache, sources, axis=0, mode="clip")
+        return cache.at[jnp.where(destinations < 0, cache.shape[0], destinations)].set(pages, mode="drop")
+
+    return {name: copy(cache) for name, cache in caches.items()}

@@ -1,0 +1,93 @@
+"""jaxserve compile."""
+
+import argparse
+import json
+import pathlib
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a Hugging Face folder, a .gguf file, a sample's name, or a Hub id ORG/NAME")
+    parser.add_argument("-o", "--output", type=pathlib.Path, help="folder of the artifact")
+    parser.add_argument(
+        "--recipe", help="f32, bf16, w8a16, w4a16 or native (default: native for a quantized GGUF, else bf16)"
+    )
+    parser.add_argument("--activations", choices=("f32", "bf16"), help="dtype of activations (default: the recipe's)")
+    parser.add_argument("--kv-dtype", choices=("f32", "bf16"), help="dtype of the KV cache (default: the activations')")
+    parser.add_argument("--group", choices=("32", "64", "128"), help="inputs a scale, for w4a16 (default 64)")
+    parser.add_argument("--sym", action="store_true", help="w4a16 without a minimum")
+    parser.add_argument(
+        "--rule", action="append", default=[], metavar="REGEX=SCHEME",
+        help="quantize weights whose path matches, before the recipe's own rule; SCHEME: skip, native, w8a16, "
+        "w4a16[:gN|:channel][:sym|:asym]; may be repeated, the first match wins",
+    )  # fmt: skip
+    limits = parser.add_argument_group("limits, fixed in the artifact")
+    limits.add_argument("--max-num-seqs", type=int, default=32, help="sequences that run at once (default 32)")
+    limits.add_argument(
+        "--max-model-len", type=int, default=0, help="tokens a sequence (default: the model's, at most 4096)"
+    )
+    limits.add_argument(
+        "--kv-tokens", type=int, default=0, help="tokens that the KV cache holds (default at most 16384)"
+    )
+    limits.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens a step (default 512)")
+    limits.add_argument("--page-size", type=int, default=16, help="tokens a page of the KV cache (default 16)")
+    ir = parser.add_argument_group("the pipeline")
+    ir.add_argument("--pipeline", metavar="SPEC", help="a pipeline of your own in place of the recipe's")
+    ir.add_argument("--explain", action="store_true", help="say for every pass what matched and what did not, and why")
+    ir.add_argument(
+        "--print-ir-after", action="append", default=[], metavar="PASS|all", help="print the IR after a pass"
+    )
+    ir.add_argument("--dump-ir", type=pathlib.Path, metavar="DIR", help="write the IR after every pass to DIR")
+    ir.add_argument("--disable-pass", action="append", default=[], metavar="PASS", help="leave a pass out")
+    ir.add_argument("--stop-after", metavar="PASS", help="run the pipeline up to a pass and write no artifact")
+    ir.add_argument(
+        "--no-verify", action="store_true", help="skip the numeric checks of passes (structure is always checked)"
+    )
+    parser.add_argument("--target", default="cpu", help="what to compile for (default cpu: this machine)")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
+
+
+def run(options: argparse.Namespace) -> int:
+    from jaxserve.compile import compile_model
+    from jaxserve.plan import CompileOptions
+    from jaxserve.reporting import Reporter
+
+    report = Reporter()
+    summary = compile_model(
+        CompileOptions(
+            model=options.model,
+            output=None if options.stop_after else options.output,
+            recipe=options.recipe,
+            activations=options.activations,
+            kv_dtype=options.kv_dtype,
+            pipeline=options.pipeline,
+            rules=tuple(options.rule),
+            group=(f":g{options.group}" if options.group else "") + (":sym" if options.sym else ""),
+            page_size=options.page_size,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            kv_tokens=options.kv_tokens,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            target=options.target,
+            disabled=tuple(options.disable_pass),
+            stop_after=options.stop_after,
+            print_ir_after=tuple(options.print_ir_after),
+            dump_ir=options.dump_ir,
+            explain=options.explain,
+            verify=not options.no_verify,
+        ),
+        report,
+    )
+    if options.json:
+        json.dump(summary, sys.stdout)
+        sys.stdout.write("\n")
+    elif "artifact" in summary:
+        before, after = summary["checkpoint_bytes"] / 1e6, summary["weight_bytes"] / 1e6
+        report.note("")
+        kind = f"{summary['recipe']}, activations {summary['activations']}"
+        report.note(f"weights   {before:.1f} MB in the checkpoint, {after:.1f} MB in memory ({kind})")
+        report.note(f"KV cache  {summary['kv_tokens']} tokens, {summary['kv_bytes'] / 1e6:.1f} MB")
+        report.note(f"limits    {summary['max_num_seqs']} sequences of up to {summary['max_model_len']} tokens")
+        report.note(f"programs  {', '.join(summary['buckets'])}")
+        report.note(f"done in {summary['seconds']} s; next: jaxserve serve {summary['artifact']}")
+    return 0

@@ -1,0 +1,28 @@
+"""jaxserve passes."""
+
+import argparse
+import dataclasses
+import inspect as inspection
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="a pass, to read all about it")
+
+
+def run(options: argparse.Namespace) -> int:
+    from jaxserve.errors import UserError
+    from jaxserve.passes.recipes import PASSES, RECIPES
+
+    if options.name:
+        if options.name not in PASSES:
+            raise UserError(f"no pass {options.name!r}; passes: {', '.join(PASSES)}")
+        cls = PASSES[options.name]
+        fields = [f"  {field.name.replace('_', '-')}: default {field.default!r}" for field in dataclasses.fields(cls)]
+        print("\n".join([cls.name, "", inspection.getdoc(cls) or "", "", "options:", *(fields or ["  none"])]))
+        return 0
+    for name, cls in PASSES.items():
+        print(f"{name:<20} {(inspection.getdoc(cls) or '').splitlines()[0]}")
+    print()
+    for name, recipe in RECIPES.items():
+        print(f"{name:<20} {recipe.spec()}")
+    return 0

@@ -1,0 +1,61 @@
+"""From a model and a bucket to a traced graph, and from a rewritten graph to the function that a step runs."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.models.axes import param_axes
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.family import apply_params, param_specs
+from jaxserve.models.registry import make_module
+from jaxserve.pallas_kernels import QuantFormat
+from jaxserve.passes.graph import Graph, Input
+from jaxserve.passes.trace import trace_graph
+
+DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+Arrays = Mapping[str, Array]
+
+
+def trace_model(
+    config: ModelConfig, activations: str, tokens: int, rows: int, stored: Mapping[str, QuantFormat | None]
+) -> Graph:
+    """The model's graph for a step of T = `tokens` that gives logits of R = `rows` rows.
+
+    `activations` is f32 or bf16; `stored` names the quantized form in which the checkpoint keeps a parameter.
+    """
+    module = make_module(config, jnp.dtype(DTYPES[activations]))
+    params = tuple(
+        Input(path, "param", spec, param_axes(path), stored.get(path)) for path, spec in param_specs(module).items()
+    )
+    lengths = {"tokens": tokens, "positions": tokens, "segments": tokens, "logit_rows": rows}
+    arguments = tuple(
+        Input(name, "arg", jax.ShapeDtypeStruct((length,), jnp.int32), "R" if name == "logit_rows" else "T")
+        for name, length in lengths.items()
+    )
+
+    def model(values: Arrays) -> dict[str, Float[Array, "R V"]]:
+        weights = {entry.path: values[entry.path] for entry in params}
+        return {"logits": apply_params(module, weights, *(values[name] for name in lengths))}
+
+    return trace_graph(model, (*params, *arguments))
+
+
+def graph_forward(graph: Graph) -> Callable[[Arrays, Arrays, Arrays], tuple[dict[str, Array], Float[Array, "R V"]]]:
+    """forward(params, caches, args) -> (caches, logits), each a dict by name: what a step function is built on.
+
+    Raises KeyError at trace time when the graph reads an argument that the step does not offer.
+    """
+
+    def forward(params: Arrays, caches: Arrays, args: Arrays) -> tuple[dict[str, Array], Float[Array, "R V"]]:
+        results = graph.call({**params, **caches, **args})
+        updated = {output.replaces: results[output.name] for output in graph.outputs if output.replaces}
+        return {str(name): value for name, value in updated.items()}, results["logits"]
+
+    return forward
+
+
+def specs_of(graph: Graph, kind: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a graph's inputs of one kind, by path."""
+    return {entry.path: entry.aval for entry in graph.inputs if entry.kind == kind}

@@ -1,0 +1,126 @@
+"""What a compile was asked to do, and every decision that follows, made before anything is computed."""
+
+import dataclasses
+import math
+import pathlib
+
+from jaxserve.errors import UserError
+from jaxserve.lowering import trace_model
+from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.passes.graph import Graph
+from jaxserve.passes.insert_paged_kv import InsertPagedKv
+from jaxserve.passes.pipeline import Context, KvGeometry, Pass, select
+from jaxserve.passes.recipes import find_recipe, parse_spec
+from jaxserve.serving.request import Limits
+from jaxserve.serving.step import Bucket
+from jaxserve.targets import Target, find_target
+
+DEFAULT_MODEL_LEN = 4096
+DEFAULT_KV_TOKENS = 16384
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """What to compile and for what. None and 0 mean the default described in `jaxserve compile --help`."""
+
+    model: str
+    output: pathlib.Path | None
+    recipe: str | None = None
+    activations: str | None = None
+    kv_dtype: str | None = None
+    pipeline: str | None = None
+    rules: tuple[str, ...] = ()
+    group: str = ""
+    page_size: int = 16
+    max_num_seqs: int = 32
+    max_model_len: int = 0
+    kv_tokens: int = 0
+    max_num_batched_tokens: int = 512
+    target: str = "cpu"
+    disabled: tuple[str, ...] = ()
+    stop_after: str | None = None
+    print_ir_after: tuple[str, ...] = ()
+    dump_ir: pathlib.Path | None = None
+    explain: bool = False
+    verify: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything decided before anything is computed."""
+
+    checkpoint: Checkpoint
+    recipe: str
+    activations: str
+    passes: tuple[Pass, ...]
+    limits: Limits
+    target: Target
+
+    @property
+    def spec(self) -> str:
+        return ",".join(map(str, self.passes))
+
+    def graph(self, bucket: Bucket) -> Graph:
+        """The model's graph before any pass, at a bucket's sizes."""
+        stored = {path: spec.format for path, spec in self.checkpoint.specs().items()}
+        return trace_model(self.checkpoint.config, self.activations, bucket.tokens, bucket.logit_rows, stored)
+
+    def context(self, bucket: Bucket) -> Context:
+        return Context(KvGeometry(self.limits.num_pages, self.limits.pages_per_seq, bucket.seqs))
+
+
+def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Plan:
+    """The plan for a checkpoint whose tokenizer knows `vocab` ids; UserError names the flag that does not fit."""
+    recipe = find_recipe(options.recipe or ("native" if checkpoint.native else "bf16"))
+    activations = options.activations or recipe.activations
+    if options.pipeline:
+        passes = parse_spec(options.pipeline)
+    else:
+        passes = parse_spec(
+            recipe.spec(
+                rules=";".join(options.rules),
+                group=options.group,
+                page=options.page_size,
+                kv=options.kv_dtype or activations,
+            )
+        )
+    passes = select(passes, options.disabled, options.stop_after)
+    page = next((step.page for step in passes if isinstance(step, InsertPagedKv)), options.page_size)
+    limits = _limits(options, checkpoint, vocab, page)
+    name = "custom" if options.pipeline else recipe.name
+    target = find_target(options.target)
+    if target.platform != "cpu":
+        raise UserError(f"target {target.name!r} cannot be compiled for yet; available: cpu")
+    return Plan(
+        checkpoint=checkpoint, recipe=name, activations=activations, passes=passes, limits=limits, target=target
+    )
+
+
+def _limits(options: CompileOptions, checkpoint: Checkpoint, vocab: int, page: int) -> Limits:
+    """Sizes from the flags; UserError names the flag that does not fit."""
+    longest = checkpoint.config.max_positions
+    length = options.max_model_len or min(longest, DEFAULT_MODEL_LEN)
+    if not 2 <= length <= longest:
+        raise UserError(f"--max-model-len {length} is not between 2 and {longest}, the model's own limit")
+    kv_tokens = options.kv_tokens or max(length, min(DEFAULT_KV_TOKENS, length * options.max_num_seqs))
+    if page < 1 or page > 256:
+        raise UserError(f"--page-size {page} is not between 1 and 256")
+    if kv_tokens < page:
+        raise UserError(f"--kv-tokens {kv_tokens} does not hold one page of {page} tokens")
+    if not 1 <= options.max_num_seqs <= 1024:
+        raise UserError(f"--max-num-seqs {options.max_num_seqs} is not between 1 and 1024")
+    if not options.max_num_seqs <= options.max_num_batched_tokens <= 65536:
+        raise UserError(
+            f"--max-num-batched-tokens {options.max_num_batched_tokens} is not between --max-num-seqs "
+            f"{options.max_num_seqs} and 65536"
+        )
+    return Limits(
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=length,
+        page_size=page,
+        num_pages=math.ceil(kv_tokens / page),
+        vocab_size=vocab,
+        token_budget=options.max_num_batched_tokens,
+        score_budget=min(128, options.max_num_batched_tokens),
+        eos_ids=checkpoint.generation.eos_ids,
+    )

@@ -1,0 +1,107 @@
+"""The programs of an artifact: one a bucket and three helpers, exported, compiled and serialized."""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from jaxserve import artifact as artifacts
+from jaxserve import executables
+from jaxserve.artifact import ArtifactWriter
+from jaxserve.lowering import graph_forward, specs_of
+from jaxserve.manifest import ArraySpec, CachedExecutable, Program
+from jaxserve.passes.graph import Graph
+from jaxserve.passes.pipeline import run_pipeline
+from jaxserve.plan import Plan
+from jaxserve.reporting import Reporter, StageProgress
+from jaxserve.serving import state as slot_state
+from jaxserve.serving import step as steps
+from jaxserve.serving.step import Bucket
+
+
+def build_programs(
+    plan: Plan, params: Sequence[ArraySpec], writer: ArtifactWriter, report: Reporter
+) -> tuple[Program, ...]:
+    """Exports every program; two threads compile what is exported, since XLA leaves the interpreter lock."""
+    buckets = steps.default_buckets(plan.limits)
+    with (
+        report.stage("programs", f"{len(buckets)} buckets", total=len(buckets) + 3) as stage,
+        concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="compile") as pool,
+    ):
+        futures = []
+        caches: dict[str, jax.ShapeDtypeStruct] = {}
+        for bucket in buckets:
+            graph = run_pipeline(plan.graph(bucket), plan.passes, plan.context(bucket)).graph
+            _same_params(graph, params)
+            caches = specs_of(graph, "cache")
+            program = _bucket_program(plan, bucket)
+            exported = _export_bucket(plan, bucket, graph)
+            futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage))
+        for program, exported in _helper_programs(plan, caches):
+            futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage))
+        programs = tuple(future.result() for future in futures)
+        stage.done(f"{len(programs)} programs: " + ", ".join(f"{b.kind} {b.tokens}x{b.seqs}" for b in buckets))
+    return programs
+
+
+def _bucket_program(plan: Plan, bucket: Bucket) -> Program:
+    name = f"{bucket.kind}-{bucket.tokens}x{bucket.seqs}"
+    return Program(
+        name=name,
+        kind=bucket.kind,
+        export=f"{artifacts.STEP}/{name}.export",
+        tokens=bucket.tokens,
+        seqs=bucket.seqs,
+        donate=(1, 2),
+        inputs=array_specs(steps.input_specs(bucket, plan.limits)),
+    )
+
+
+def _export_bucket(plan: Plan, bucket: Bucket, graph: Graph) -> bytes:
+    step = steps.step_function(graph_forward(graph), bucket, plan.limits)
+    specs = (
+        specs_of(graph, "param"),
+        specs_of(graph, "cache"),
+        slot_state.state_specs(plan.limits),
+        steps.input_specs(bucket, plan.limits),
+    )
+    return executables.export_program(step, *specs, donate=(1, 2), platform=plan.target.platform)
+
+
+def _helper_programs(plan: Plan, caches: Mapping[str, jax.ShapeDtypeStruct]) -> list[tuple[Program, bytes]]:
+    """The programs beside the steps: loading a slot, loading its penalty rows, copying pages."""
+    limits, state = plan.limits, slot_state.state_specs(plan.limits)
+    functions = {
+        "admit": (slot_state.admit_function(limits), (state, *slot_state.admit_specs(limits))),
+        "load-penalties": (slot_state.load_penalties, (state, *slot_state.load_penalties_specs(limits))),
+        "copy-pages": (steps.copy_pages, (dict(caches), *steps.copy_specs())),
+    }
+    built = []
+    for name, (function, specs) in functions.items():
+        program = Program(name=name, kind="helper", export=f"{artifacts.STEP}/{name}.export", donate=(0,))
+        exported = executables.export_program(function, *specs, donate=(0,), platform=plan.target.platform)
+        built.append((program, exported))
+    return built
+
+
+def _compile_one(
+    plan: Plan, program: Program, exported: bytes, writer: ArtifactWriter, stage: StageProgress
+) -> Program:
+    compiled = executables.compile_program(exported, donate=program.donate)
+    file = f"{artifacts.EXECUTABLES}/{program.name}.bin"
+    writer.write(program.export, exported)
+    writer.write(file, executables.serialize(compiled))
+    stage.advance(program.name)
+    key = executables.executable_key(plan.target, program.compiler_options)
+    return dataclasses.replace(program, executables=(CachedExecutable(key=key, file=file),))
+
+
+def _same_params(graph: Graph, params: Sequence[ArraySpec]) -> None:
+    found = {path: (spec.shape, spec.dtype.name) for path, spec in specs_of(graph, "param").items()}
+    if found != {spec.name: (spec.shape, spec.dtype) for spec in params}:
+        raise AssertionError("passes gave two buckets different parameters: none may depend on the bucket")
+
+
+def array_specs(specs: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[ArraySpec, ...]:
+    return tuple(ArraySpec(name=name, shape=spec.shape, dtype=spec.dtype.name) for name, spec in specs.items())

@@ -1,0 +1,71 @@
+"""The ops again, in float64 numpy and plain loops, sharing nothing with the code under test."""
+
+import itertools
+import math
+
+import numpy as np
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
+
+
+def rope(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, interleaved: bool) -> np.ndarray:
+    out = x.copy()
+    half = len(inv_freq)
+    for t, position in enumerate(positions):
+        for i, frequency in enumerate(inv_freq):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            angle = float(np.float32(position) * np.float32(frequency))
+            turned = (x[t, :, a] + 1j * x[t, :, b]) * complex(math.cos(angle), math.sin(angle))
+            out[t, :, a], out[t, :, b] = turned.real, turned.imag
+    return out
+
+
+def one_query(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, softcap: float | None) -> np.ndarray:
+    """q [N,H] over the keys k [J,K,H] and values v that it can see."""
+    out = np.zeros_like(q)
+    group = q.shape[0] // k.shape[1]
+    for n in range(q.shape[0]):
+        scores = scale * (k[:, n // group] @ q[n])
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores - scores.max())
+        out[n] = weights @ v[:, n // group] / weights.sum()
+    return out
+
+
+def attention(q, k, v, positions, segments, scale, window=None, softcap=None) -> np.ndarray:
+    out = np.zeros_like(q)
+    for i in range(len(q)):
+        seen = [
+            j
+            for j in range(len(k))
+            if segments[j] == segments[i] and 0 <= positions[i] - positions[j] < (window or math.inf)
+        ]
+        out[i] = one_query(q[i], k[seen], v[seen], scale, softcap)
+    return out
+
+
+def ragged_attention(q, keys, values, query_starts, scale, window=None, softcap=None) -> np.ndarray:
+    """keys[s], values[s] are the whole context [J,K,H] of row s; tokens past the rows give 0."""
+    out = np.zeros_like(q)
+    for s, (start, stop) in enumerate(itertools.pairwise(query_starts)):
+        for t in range(start, stop):
+            position = len(keys[s]) - (stop - t)
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = slice(first, position + 1)
+            out[t] = one_query(q[t], keys[s][seen], values[s][seen], scale, softcap)
+    return out
+
+
+def dequantize(codes, fields, offset: str, group: int) -> np.ndarray:
+    out = np.zeros(codes.shape)
+    for o in range(codes.shape[0]):
+        for i in range(codes.shape[1]):
+            scale = float(fields["scale"][o, i // group])
+            code = float(codes[o, i])
+            if offset == "zero":
+                code -= float(fields["zero"][o, i // group])
+            out[o, i] = scale * code + (float(fields["minimum"][o, i // group]) if offset == "minimum" else 0.0)
+    return out

@@ -1,0 +1,164 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.pallas_kernels import kv_write, paged_attention
+from tests.pallas_kernels import oracles
+from tests.pallas_kernels.harness import BF16, F32, assert_close, compute, dtypes, implementations, normal, wide
+
+K, H = 2, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A ragged batch: operands of the op, and each row's context as plain arrays."""
+
+    operands: tuple[np.ndarray, ...]
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+
+    def check(self, implementation, *, f32=2e-6, **options):
+        """Runs the op and compares with the oracle; padding must be exactly 0."""
+        q, starts = self.operands[0], self.operands[4]
+        found = compute(implementation, paged_attention, *self.operands, **options)
+        expected = oracles.ragged_attention(wide(q), self.keys, self.values, starts, **options)
+        assert_close(found, expected, q.dtype, f32=f32)
+        np.testing.assert_array_equal(found[starts[-1] :], 0)
+
+
+def batch(counts, contexts, *, tokens, page_size=16, heads=4, dtype=F32, cache_dtype=None, width=None, spare=3):
+    """Rows in pages of random order; whatever no row owns is NaN, and unused table entries are nonsense."""
+    rng = np.random.default_rng(len(counts) * 1000 + sum(contexts))
+    cache_dtype = cache_dtype or dtype
+    used = [-(-context // page_size) for context in contexts]
+    width = width or max(1, *used) + 2
+    free = rng.permutation(sum(used) + spare)
+    caches = [np.full((len(free), page_size, K, H), np.nan, cache_dtype) for _ in range(2)]
+    tables = rng.choice(np.array([-7, -1, 0, 10**6, free[-1]], np.int32), (len(counts), width))
+    contents = [], []
+    for s, context in enumerate(contexts):
+        tables[s, : used[s]], free = free[: used[s]], free[used[s] :]
+        slots = tables[s, np.arange(context) // page_size] * page_size + np.arange(context) % page_size
+        for side, cache in enumerate(caches):
+            rows = rng.standard_normal((context, K, H), np.float32).astype(cache_dtype)
+            cache.reshape(-1, K, H)[slots] = rows
+            contents[side].append(wide(rows))
+    q = rng.standard_normal((tokens, heads, H), np.float32).astype(dtype)
+    q[sum(counts) :] = np.nan
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return Batch((q, *caches, tables, starts, np.array(contexts, np.int32)), *contents)
+
+
+@implementations
+class TestPagedAttention:
+    @dtypes
+    @pytest.mark.parametrize("heads", [2, 4, 6])
+    def test_decode(self, implementation, dtype, heads):
+        made = batch([1, 1, 1, 1, 1, 0, 0], [1, 15, 16, 17, 300, 0, 40], tokens=7, heads=heads, dtype=dtype)
+        made.check(implementation, scale=0.25)
+
+    def test_decode_alone_with_one_key(self, implementation):
+        made = batch([1], [1], tokens=1)
+        found = compute(implementation, paged_attention, *made.operands, scale=0.25)
+        np.testing.assert_allclose(found[0], np.repeat(made.values[0][0], 2, axis=0), rtol=1e-6)
+
+    def test_nothing_but_padding(self, implementation):
+        batch([0, 0], [0, 0], tokens=2).check(implementation, scale=0.25)
+        batch([0, 0], [0, 50], tokens=9).check(implementation, scale=0.25)
+
+    @dtypes
+    def test_prefill_chunks_beside_decoding_rows(self, implementation, dtype):
+        made = batch([5, 1, 40, 1, 0, 2], [5, 33, 140, 1, 0, 200], tokens=64, dtype=dtype)
+        made.check(implementation, scale=0.25)
+
+    @pytest.mark.parametrize("counts", [[32], [33, 31], [64, 32, 1], [1, 96], [97], [2, 2, 2]], ids=str)
+    @pytest.mark.parametrize("before", [0, 1, 127])
+    def test_edges_of_tiles_and_blocks(self, implementation, counts, before):
+        contexts = [count + before for count in counts]
+        batch(counts, contexts, tokens=97).check(implementation, scale=0.25)
+
+    @pytest.mark.parametrize("page_size", [1, 8, 64, 256])
+    def test_page_sizes(self, implementation, page_size):
+        batch([1, 1, 1], [page_size, page_size + 1, 200], tokens=3, page_size=page_size).check(
+            implementation, scale=0.2
+        )
+        batch([3, 40], [page_size + 3, 140], tokens=43, page_size=page_size).check(implementation, scale=0.2)
+
+    @pytest.mark.parametrize(
+        "window, softcap", [(1, None), (2, 1.5), (16, None), (17, None), (130, 1.5), (1000, None), (None, 1.5)]
+    )
+    def test_windows_and_softcap(self, implementation, window, softcap):
+        options = {"scale": 0.5, "window": window, "softcap": softcap}
+        batch([1, 1, 1, 1], [1, 16, 170, 300], tokens=4).check(implementation, **options)
+        batch([1, 35, 70, 2], [9, 150, 70, 300], tokens=120).check(implementation, **options)
+
+    def test_pages_out_of_the_window_are_not_read(self, implementation):
+        made = batch([1, 40], [300, 340], tokens=50)
+        _, k_cache, v_cache, tables = made.operands[:4]
+        for row, first_seen in ((0, 299 - 19), (1, 300 - 19)):
+            for page in range(first_seen // 16):
+                k_cache[tables[row, page]] = v_cache[tables[row, page]] = np.nan
+                tables[row, page] = 10**6 if page % 2 else tables[row, page]
+        made.check(implementation, scale=0.25, window=20)
+
+    def test_rows_of_several_tokens_in_a_step_as_small_as_the_batch(self, implementation):
+        batch([3, 1, 2, 0, 0, 0, 0], [3, 20, 150, 0, 0, 0, 0], tokens=7).check(implementation, scale=0.25)
+        batch([2, 0, 0, 0], [130, 0, 0, 0], tokens=2).check(implementation, scale=0.25)
+
+    def test_large_scores_do_not_overflow(self, implementation):
+        made = batch([1, 1, 20], [150, 3, 200], tokens=22)
+        made.check(implementation, scale=100.0, f32=2e-5)  # exp magnifies the rounding of scores near 500
+
+    def test_activations_wider_than_the_cache(self, implementation):
+        batch([1, 1], [40, 200], tokens=2, cache_dtype=BF16).check(implementation, scale=0.25)
+        batch([1, 30], [40, 200], tokens=31, cache_dtype=BF16).check(implementation, scale=0.25)
+
+    def test_pages_may_be_shared(self, implementation):
+        made = batch([1, 1], [40, 40], tokens=2)
+        made.operands[3][1] = made.operands[3][0]
+        made.keys[1], made.values[1] = made.keys[0], made.values[0]
+        made.check(implementation, scale=0.25)
+
+
+def step_memory(dtype, tokens, rows, pages, width):
+    """Memory analysis of a write and an attention with donated caches."""
+
+    def step(k_cache, v_cache, q, k, v, slots, tables, starts, lengths):
+        k_cache, v_cache = kv_write(k_cache, v_cache, k, v, slots)
+        return k_cache, v_cache, paged_attention(q, k_cache, v_cache, tables, starts, lengths, scale=0.125)
+
+    def spec(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    cache, new = spec(dtype, pages, 16, 3, 64), spec(dtype, tokens, 3, 64)
+    index = [spec(np.int32, *shape) for shape in [(tokens,), (rows, width), (rows + 1,), (rows,)]]
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    memory = jitted.lower(cache, cache, spec(dtype, tokens, 9, 64), new, new, *index).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == 2 * pages * 16 * 3 * 64 * dtype.itemsize
+    return memory.temp_size_in_bytes
+
+
+@dtypes
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_temporaries_follow_neither_the_pool_nor_the_longest_context(dtype, tokens):
+    small = step_memory(dtype, tokens, 8, pages=256, width=32)
+    assert step_memory(dtype, tokens, 8, pages=512, width=32) == small
+    # 8 rows of 512 more tokens would gather 3 MiB of keys; only the table itself may be copied.
+    assert step_memory(dtype, tokens, 8, pages=256, width=64) <= small + 4 * 8 * 32 * 4
+
+
+def test_wrong_calls_are_refused():
+    q, k_cache, v_cache, tables, starts, lengths = batch([1, 1], [3, 4], tokens=2).operands
+    with pytest.raises(TypeError, match=r"query_starts has shape \(2,\), expected axes \[S\+1\] with S = 2"):
+        paged_attention(q, k_cache, v_cache, tables, starts[:2], lengths, scale=1.0)
+    with pytest.raises(TypeError, match="block_tables has dtype float32, expected int32"):
+        paged_attention(q, k_cache, v_cache, tables.astype(F32), starts, lengths, scale=1.0)
+    with pytest.raises(TypeError, match="v_cache has dtype bfloat16, expected float32"):
+        paged_attention(q, k_cache, v_cache.astype(BF16), tables, starts, lengths, scale=1.0)
+    with pytest.raises(TypeError, match="5 query heads must be a multiple of the 2 KV heads"):
+        paged_attention(normal(0, 2, 5, H), k_cache, v_cache, tables, starts, lengths, scale=1.0)
+    with pytest.raises(TypeError, match="window must be at least 1"):
+        paged_attention(q, k_cache, v_cache, tables, starts, lengths, scale=1.0, window=-3)

@@ -1,0 +1,90 @@
+"""Rules that choose a quantization for a weight."""
+
+import pytest
+
+from jaxserve.errors import UserError
+from jaxserve.pallas_kernels import QuantFormat
+from jaxserve.passes.rules import RuleBook, parse_rules, parse_scheme
+from tests.passes.helpers import pipeline, report_of, trace_tiny
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("skip", None),
+        ("native", None),
+        ("w8a16", QuantFormat(8, None, "none", "float32")),
+        ("w4a16", QuantFormat(4, 64, "minimum", "float16")),
+        ("w4a16:asym", QuantFormat(4, 64, "minimum", "float16")),
+        ("w4a16:g32:sym", QuantFormat(4, 32, "none", "float16")),
+        ("w4a16:sym:g128", QuantFormat(4, 128, "none", "float16")),
+        ("w4a16:channel", QuantFormat(4, None, "minimum", "float16")),
+        (" w8a16 ", QuantFormat(8, None, "none", "float32")),
+    ],
+)
+def test_schemes(text, expected):
+    scheme = parse_scheme(text)
+    assert scheme.format == expected and scheme.text == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("w5a16", "unknown quantization scheme 'w5a16'; allowed: skip, native, w8a16, w4a16"),
+        ("", "unknown quantization scheme"),
+        ("skip:g64", "unknown quantization scheme"),
+        ("w8a16:g64", "unknown quantization scheme"),
+        ("w4a16:g48", "unknown option 'g48'; allowed: g32, g64, g128, channel, sym, asym"),
+        ("w4a16:", "unknown option ''"),
+    ],
+)
+def test_bad_schemes(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_scheme(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("w8a16", "rule 'w8a16' is not REGEX=SCHEME"),
+        ("=w8a16", "rule '=w8a16' is not REGEX=SCHEME"),
+        ("a=w8a16;(b=skip", r"rule '\(b=skip': '\(b' is not a regular expression"),
+        ("a=w8a16;b=w9", "unknown quantization scheme 'w9'"),
+    ],
+)
+def test_bad_rules(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_rules(text)
+
+
+def test_the_first_match_wins():
+    book = RuleBook(parse_rules(r"mlp/down=skip; layers_\d+/mlp=w4a16:g32 ;(?=lm)lm_head=native;.*=w8a16;never=skip;"))
+    found = [
+        book.find(path) for path in ("layers_0/mlp/down", "layers_3/mlp/up_proj/kernel", "lm_head/kernel", "norm/scale")
+    ]
+    assert [scheme.text if scheme else None for scheme in found] == ["skip", "w4a16:g32", "native", "w8a16"]
+    assert [str(rule) for rule in book.unused] == ["never=skip"]
+
+
+def test_no_rule_matches():
+    book = RuleBook(parse_rules("a=skip"))
+    assert book.find("b") is None and parse_rules(" ; ") == ()
+
+
+def test_report_of_quantize_matmul_names_every_matrix_and_unused_rules():
+    rules = "o_proj=w8a16;attn=w4a16:sym;nothing=skip;o_proj=skip;up_proj=native;down=skip"
+    result = pipeline(trace_tiny(), f"lower-dense-matmul,quantize-matmul{{rules='{rules}'}}")
+    assert report_of(result, "quantize-matmul") == [
+        "embed_tokens/embedding: no match, no rule selects it: it stays dense",
+        "layers_0/mlp/down_proj/kernel: no match, a rule says skip: it stays dense",
+        "layers_0/mlp/gate_proj/kernel: no match, no rule selects it: it stays dense",
+        "layers_0/mlp/up_proj/kernel: no match, the checkpoint stores it in no quantized form that we keep: "
+        "it stays dense",
+        "layers_0/self_attn/k_proj: layers_0/self_attn/k_proj/kernel [8, 16]",
+        "layers_0/self_attn/o_proj: layers_0/self_attn/o_proj/kernel [16, 16]",
+        "layers_0/self_attn/q_proj: layers_0/self_attn/q_proj/kernel [16, 16]",
+        "layers_0/self_attn/v_proj: layers_0/self_attn/v_proj/kernel [8, 16]",
+        "lm_head/kernel: no match, no rule selects it: it stays dense",
+        "rule nothing=skip: no match, selects no weight that an earlier rule left",
+        "rule o_proj=skip: no match, selects no weight that an earlier rule left",
+    ]

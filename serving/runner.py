@@ -29,7 +29,7 @@ class CompileCounter:
     def close(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILE_EVENT:
             self.count += 1
 

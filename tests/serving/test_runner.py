@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def runner(compiled):
     runner.close()
 
 
-def step(*rows, kind="step"):
+def step(*rows, kind: Literal["step", "score"] = "step"):
     return StepPlan(kind, list(rows), [], [])
 
 

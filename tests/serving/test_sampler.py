@@ -1,6 +1,7 @@
 """The sampler against plain numpy references that sort, and against the probabilities it should draw from."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ def limits(vocab, slots):
     return Limits(slots, 64, 8, 16, vocab_size=vocab, token_budget=512, eos_ids=(2,), max_bias=4, max_stop_ids=3)
 
 
-def make_state(vocab=VOCAB, slots=SLOTS, **fields):
+def make_state(vocab=VOCAB, slots=SLOTS, **fields: Any):
     """A state whose slots hold `fields`: one value for all of them, or a list with the first slots' values."""
     state = {name: np.array(array) for name, array in st.init_state(limits(vocab, slots)).items()}
     for name, value in fields.items():
@@ -32,7 +33,7 @@ def run(logits, state, slots, positions, active, max_logprobs=20):
     return sample(logits, state, slots, positions, active, max_logprobs=max_logprobs)
 
 
-def draw(logits, state, slots=None, positions=10, active=True, batch=SLOTS):
+def draw(logits, state, slots: Any = None, positions: Any = 10, active: Any = True, batch=SLOTS):
     """Samples of `logits`, in a batch that idle rows fill up to `batch`."""
     rows = len(logits)
     slots = np.arange(rows) if slots is None else slots
@@ -50,6 +51,14 @@ def draw(logits, state, slots=None, positions=10, active=True, batch=SLOTS):
         fill(np.asarray(active), False),
     )
     return type(samples)(*(np.asarray(array)[:rows] for array in samples))
+
+
+def float32s(values):
+    return jnp.asarray(values, jnp.float32)
+
+
+def int32s(values):
+    return jnp.asarray(values, jnp.int32)
 
 
 def keys(count, seed=0):
@@ -127,7 +136,7 @@ def test_each_filter_is_computed_alone_too():
     scaled = logits - logits.max()
     for option in FILTERS:
         top_k, top_p, min_p = option.get("top_k", 0), option.get("top_p", 1.0), option.get("min_p", 0.0)
-        kept = jax.jit(keep_filtered)(logits, scaled, np.int32([top_k]), np.float32([top_p]), np.float32([min_p]))
+        kept = jax.jit(keep_filtered)(logits, scaled, int32s([top_k]), float32s([top_p]), float32s([min_p]))
         expected, above = reference_kept(logits[0], 1.0, min(top_k, 1000), top_p, min_p)
         decided = np.abs(above - top_p) > 1e-6
         np.testing.assert_array_equal(np.array(kept)[0][decided], expected[decided], err_msg=str(option))
@@ -135,12 +144,14 @@ def test_each_filter_is_computed_alone_too():
 
 @pytest.mark.parametrize("option", [dict(top_k=3), dict(top_p=0.5), dict(min_p=0.5)])
 def test_ties_at_the_threshold_are_all_kept(option):
-    logits = np.repeat(np.float32([[4, 2, -0.0, -3]]), 5, axis=1).reshape(4, 5).T.reshape(1, 20).copy()
+    logits = np.repeat(float32s([[4, 2, -0.0, -3]]), 5, axis=1).reshape(4, 5).T.reshape(1, 20).copy()
     logits[0, 2] = 0.0  # equal to its -0.0 fellows
     top_k, top_p, min_p = option.get("top_k", 0), option.get("top_p", 1.0), option.get("min_p", 0.0)
-    kept = keep_filtered(logits, logits - logits.max(), jnp.int32([top_k]), jnp.float32([top_p]), jnp.float32([min_p]))
+    kept = keep_filtered(
+        jnp.asarray(logits), logits - logits.max(), int32s([top_k]), float32s([top_p]), float32s([min_p])
+    )
     np.testing.assert_array_equal(np.array(kept), logits == 4)
-    zeros = keep_filtered(logits, logits - logits.max(), jnp.int32([11]), jnp.float32([1]), jnp.float32([0]))
+    zeros = keep_filtered(jnp.asarray(logits), logits - logits.max(), int32s([11]), float32s([1]), float32s([0]))
     np.testing.assert_array_equal(np.array(zeros), logits >= 0)
 
 
@@ -177,7 +188,7 @@ def test_draws_follow_the_exact_probabilities(option):
 def test_a_row_does_not_depend_on_its_batch():
     slots = SLOTS
     logits = random_logits(slots, VOCAB, seed=1, scale=1.0)
-    options = dict(temperature=[0.8, 1, 1.2, 0, 1, 2, 0.5, 1], top_k=[0, 50, 0, 0, 7, 0, 0, 0])
+    options: dict[str, Any] = dict(temperature=[0.8, 1, 1.2, 0, 1, 2, 0.5, 1], top_k=[0, 50, 0, 0, 7, 0, 0, 0])
     options |= dict(top_p=[0.9, 1, 1, 1, 0.5, 1, 0.99, 1], min_p=[0, 0, 0.01, 0, 0, 0, 0, 0])
     state = make_state(key=keys(slots), num_logprobs=3, **options)
     positions = np.arange(20, 20 + slots)
@@ -204,7 +215,7 @@ def test_penalties_follow_the_published_formulas():
     rng = np.random.default_rng(4)
     counts = rng.integers(0, 3, (3, VOCAB)) * rng.integers(0, 2, (3, VOCAB))
     prompt = rng.random((3, VOCAB)) < 0.3
-    repetition, presence, frequency = np.float32([1.3, 0.8, 1]), np.float32([0, 0.9, -1.5]), np.float32([0.7, 0, 2])
+    repetition, presence, frequency = float32s([1.3, 0.8, 1]), float32s([0, 0.9, -1.5]), float32s([0.7, 0, 2])
     seen = (counts > 0) | prompt
     rule = np.where(logits < 0, logits * repetition[:, None], logits / repetition[:, None])
     expected = np.where(seen, rule, logits)
@@ -285,7 +296,7 @@ def test_padded_vocabulary_is_never_chosen(temperature):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_is_flagged_and_harms_no_other(value):
-    options = dict(key=keys(8), temperature=[1, 1, 0], top_k=20, top_p=0.9, num_logprobs=5)
+    options: dict[str, Any] = dict(key=keys(8), temperature=[1, 1, 0], top_k=20, top_p=0.9, num_logprobs=5)
     state = make_state(**options)
     clean = random_logits(3, VOCAB, seed=8)
     expected = draw(clean, state)
@@ -315,7 +326,7 @@ def test_extreme_options():
     logits = random_logits(8, VOCAB, seed=10)
     best = logits.argmax(1)
     cold = make_state(key=keys(8), temperature=[1e-5, 1e-30, 1, 1, 1, 1e-5, 1, 1], top_p=[1, 1, 1e-9, 1, 1, 0.1, 1, 1])
-    cold |= {"top_k": jnp.int32([0, 0, 0, 1, 2**31 - 1, 0, 0, 0, 0]), "min_p": jnp.float32([0, 0, 0, 0, 1, 0, 1, 1, 0])}
+    cold |= {"top_k": int32s([0, 0, 0, 1, 2**31 - 1, 0, 0, 0, 0]), "min_p": float32s([0, 0, 0, 0, 1, 0, 1, 1, 0])}
     np.testing.assert_array_equal(draw(logits, cold).tokens, best)
     np.testing.assert_array_equal(draw(logits * 1e30, cold).tokens, best)
     flat = np.full((8, VOCAB), -7.5, np.float32)

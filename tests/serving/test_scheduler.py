@@ -272,16 +272,17 @@ def test_the_youngest_is_preempted_and_comes_back_first():
     limits = dataclasses.replace(LIMITS, num_pages=5, max_num_seqs=2)
     simulation = Simulation(limits, prefix_caching=False)
     old, young, queued = (
-        simulation.add(request([2, 3, i], max_tokens=14, seed=i, ignore_eos=True))[0] for i in range(3)
+        simulation.add(request(prompt, max_tokens=14, ignore_eos=True))[0]
+        for prompt in ([2, 3, 4], [2, 3, 4, 5, 6], [2])  # the old one is the first to find no page
     )
     while not simulation.scheduler.num_preemptions:
         simulation.turn()
         assert queued.status is Status.WAITING
     simulation.turn()
+    assert simulation.scheduler.num_preemptions == 1
     assert old.status is Status.RUNNING and young.status is Status.WAITING
     assert list(simulation.scheduler.waiting) == [young, queued]
     simulation.run()
-    assert simulation.scheduler.num_preemptions == 1
     for seq in (old, young, queued):
         assert_as_alone(seq, limits)
 

@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.serving import state as st
 from jaxserve.serving.request import GenerationRequest, Limits, SamplingParams, Sequence
+from tests.serving.toy_model import memory_of
 
 LIMITS = Limits(
     max_num_seqs=4,
@@ -128,7 +129,7 @@ def test_programs_update_the_state_in_place(program):
     function = st.admit_function(limits) if program == "admit" else st.load_penalties
     specs = st.admit_specs(limits) if program == "admit" else st.load_penalties_specs(limits)
     state = st.state_specs(limits)
-    memory = jax.jit(function, donate_argnums=0).lower(state, *specs).compile().memory_analysis()
+    memory = memory_of(function, state, *specs)
     size = sum(np.prod(spec.shape) * spec.dtype.itemsize for spec in state.values())
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < 2 * limits.vocab_size * 4 + 64 * 1024

@@ -191,7 +191,8 @@ def test_the_step_updates_caches_and_state_in_place():
     bucket, temporaries = Bucket("step", 8, 4), []
     for slots, pages in ((8, 40), (256, 40), (8, 4000)):
         limits = Limits(slots, 64, 4, pages, vocab_size=toy.VOCAB, token_budget=512)
-        memory = toy.compile_step(bucket, limits).memory_analysis()
+        step = step_function(toy.toy_forward, bucket, limits)
+        memory = toy.memory_of(step, *toy.step_specs(bucket, limits), donate=(1, 2))
         assert memory.alias_size_in_bytes >= _bytes(st.state_specs(limits)) + _bytes(toy.cache_specs(limits))
         temporaries.append(memory.temp_size_in_bytes)
     one_row_set = 4 * toy.VOCAB * 4
@@ -200,10 +201,7 @@ def test_the_step_updates_caches_and_state_in_place():
 
 def test_page_copies_happen_in_place():
     small, large = (
-        jax.jit(copy_pages, donate_argnums=0)
-        .lower(toy.cache_specs(Limits(8, 64, 4, pages, toy.VOCAB, 512)), *copy_specs())
-        .compile()
-        .memory_analysis()
+        toy.memory_of(copy_pages, toy.cache_specs(Limits(8, 64, 4, pages, toy.VOCAB, 512)), *copy_specs())
         for pages in (100, 10000)
     )
     assert large.temp_size_in_bytes == small.temp_size_in_bytes
@@ -248,6 +246,5 @@ def test_forward_sees_only_named_arguments():
         return toy.toy_forward(params, caches, args)
 
     bucket = Bucket("score", 8, 1)
-    specs = (toy.PARAMS, toy.cache_specs(), st.state_specs(toy.LIMITS), input_specs(bucket, toy.LIMITS))
-    jax.eval_shape(step_function(forward, bucket, toy.LIMITS), *specs)
+    jax.eval_shape(step_function(forward, bucket, toy.LIMITS), *toy.step_specs(bucket))
     assert seen == {n: (s.shape, s.dtype) for n, s in forward_specs(bucket, toy.LIMITS).items()}

@@ -59,6 +59,13 @@ def logprob_of(token, tokens):
     return (10 if token == best else 5 if token == (best + 1) % VOCAB else 0) - LOG_TOTAL
 
 
+def memory_of(function, *specs, donate: int | tuple[int, ...] = 0):
+    """Memory analysis of the compiled function."""
+    analysis = jax.jit(function, donate_argnums=donate).lower(*specs).compile().memory_analysis()
+    assert analysis is not None
+    return analysis
+
+
 def cache_specs(limits=LIMITS):
     pages = jax.ShapeDtypeStruct((limits.num_pages, limits.page_size), np.int32)
     return {"k": pages, "v": pages}
@@ -72,9 +79,13 @@ def new_caches(limits=LIMITS):
 PARAMS = {"offset": jax.ShapeDtypeStruct((), np.float32)}
 
 
-def compile_step(bucket, limits=LIMITS, forward=toy_forward, params=PARAMS):
-    specs = (params, cache_specs(limits), st.state_specs(limits), input_specs(bucket, limits))
-    return jax.jit(step_function(forward, bucket, limits), donate_argnums=(1, 2)).lower(*specs).compile()
+def step_specs(bucket, limits=LIMITS):
+    return PARAMS, cache_specs(limits), st.state_specs(limits), input_specs(bucket, limits)
+
+
+def compile_step(bucket, limits=LIMITS, forward=toy_forward):
+    step = step_function(forward, bucket, limits)
+    return jax.jit(step, donate_argnums=(1, 2)).lower(*step_specs(bucket, limits)).compile()
 
 
 def compile_others(limits=LIMITS):
@@ -89,7 +100,8 @@ def compile_others(limits=LIMITS):
 
 def make_runner(programs, others, limits=LIMITS):
     params = {"offset": jax.device_put(np.float32(0))}
-    return Runner(programs, *others, params, new_caches(limits), st.init_state(limits), limits)
+    admit, load_penalties, copy = others
+    return Runner(programs, admit, load_penalties, copy, params, new_caches(limits), st.init_state(limits), limits)
 
 
 def compile_all(limits=LIMITS, forward=toy_forward):

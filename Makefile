@@ -1,0 +1,59 @@
+# make serve   from nothing to a server on http://127.0.0.1:8000
+# make test    environment, linters and the tests that CI runs
+# The environment is made once, and again only when pyproject.toml changes; nothing else needs the network.
+
+ENV := .venv
+PORT ?= 8000
+HOST ?= 127.0.0.1
+MODEL ?= smollm2-135m-instruct
+ARTIFACT ?= artifacts/$(notdir $(MODEL))
+COMPILE_FLAGS ?=
+SERVE_FLAGS ?=
+PYTEST_FLAGS ?=
+
+# Stamps carry a checksum of pyproject.toml, so that a checkout which only touches it installs nothing.
+VERSION := $(shell cksum < pyproject.toml | tr ' ' '-')
+INSTALLED := $(ENV)/.installed-$(VERSION)
+INSTALLED_TEST := $(ENV)/.installed-test-$(VERSION)
+
+export PYTHON
+
+.PHONY: serve test pytest slow lint env clean distclean
+
+serve: $(ARTIFACT)/manifest.json
+	$(ENV)/bin/jaxserve serve $(ARTIFACT) --host $(HOST) --port $(PORT) $(SERVE_FLAGS)
+
+$(ARTIFACT)/manifest.json: | $(INSTALLED)
+	$(ENV)/bin/jaxserve compile $(MODEL) -o $(ARTIFACT) $(COMPILE_FLAGS)
+
+test: lint pytest
+
+pytest: $(INSTALLED_TEST)
+	$(ENV)/bin/python -m pytest -m "not slow and not peer and not gpu" $(PYTEST_FLAGS)
+
+slow: $(INSTALLED_TEST)
+	$(ENV)/bin/python -m pytest -m "slow and not peer and not gpu" $(PYTEST_FLAGS)
+
+lint: $(INSTALLED_TEST)
+	$(ENV)/bin/ruff check .
+	$(ENV)/bin/ruff format --check .
+	$(ENV)/bin/pyright
+
+env: $(INSTALLED_TEST)
+
+$(INSTALLED):
+	tools/make_env.sh $(ENV) .
+	@rm -f $(ENV)/.installed-*
+	@touch $@
+
+$(INSTALLED_TEST):
+	tools/make_env.sh $(ENV) ".[test]"
+	@rm -f $(ENV)/.installed-*
+	@touch $(INSTALLED) $@
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(ENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(ENV) artifacts jaxserve.egg-info

@@ -73,7 +73,7 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
         result = _run_reference(plan, options, report, writer)
         if options.verify:
             with report.stage("verify", "two-layer model through the paged cache") as stage:
-                stage.done(f"logits moved by {check_shrunk(plan.checkpoint.config, plan.activations, plan.passes):.1e}")
+                stage.done(f"logits moved by {check_shrunk(plan.checkpoint.config, plan.passes):.1e}")
         params = _save_weights(plan, result, writer, report)
         programs = build_programs(plan, params, writer, report)
         manifest = writer.finish(_manifest(options, plan, result, params, programs))

@@ -14,18 +14,18 @@ from jaxserve.pallas_kernels import QuantFormat
 from jaxserve.passes.graph import Graph, Input
 from jaxserve.passes.trace import trace_graph
 
-DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 Arrays = Mapping[str, Array]
 
 
 def trace_model(
-    config: ModelConfig, activations: str, tokens: int, rows: int, stored: Mapping[str, QuantFormat | None]
+    config: ModelConfig, tokens: int, rows: int, stored: Mapping[str, QuantFormat | None], dtype: str = "float32"
 ) -> Graph:
     """The model's graph for a step of T = `tokens` that gives logits of R = `rows` rows.
 
-    `activations` is f32 or bf16; `stored` names the quantized form in which the checkpoint keeps a parameter.
+    `stored` names the quantized form in which the checkpoint keeps a parameter. The compiler traces in float32:
+    narrower numbers are the passes' business.
     """
-    module = make_module(config, jnp.dtype(DTYPES[activations]))
+    module = make_module(config, jnp.dtype(dtype))
     params = tuple(
         Input(path, "param", spec, param_axes(path), stored.get(path)) for path, spec in param_specs(module).items()
     )

@@ -9,6 +9,7 @@ from jaxserve.lowering import trace_model
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
+from jaxserve.passes.narrow_matmul import NarrowMatmul
 from jaxserve.passes.pipeline import Context, KvGeometry, Pass, select
 from jaxserve.passes.recipes import find_recipe, parse_spec
 from jaxserve.serving.request import Limits
@@ -63,7 +64,7 @@ class Plan:
     def graph(self, bucket: Bucket) -> Graph:
         """The model's graph before any pass, at a bucket's sizes."""
         stored = {path: spec.format for path, spec in self.checkpoint.specs().items()}
-        return trace_model(self.checkpoint.config, self.activations, bucket.tokens, bucket.logit_rows, stored)
+        return trace_model(self.checkpoint.config, bucket.tokens, bucket.logit_rows, stored)
 
     def context(self, bucket: Bucket) -> Context:
         return Context(KvGeometry(self.limits.num_pages, self.limits.pages_per_seq, bucket.seqs))
@@ -72,7 +73,8 @@ class Plan:
 def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Plan:
     """The plan for a checkpoint whose tokenizer knows `vocab` ids; UserError names the flag that does not fit."""
     recipe = find_recipe(options.recipe or ("native" if checkpoint.native else "bf16"))
-    activations = options.activations or recipe.activations
+    if options.group and (options.pipeline or recipe.scheme != "w4a16"):
+        raise UserError(f"--group and --sym belong to recipe w4a16, not to {options.pipeline or recipe.name}")
     if options.pipeline:
         passes = parse_spec(options.pipeline)
     else:
@@ -81,10 +83,12 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
                 rules=";".join(options.rules),
                 group=options.group,
                 page=options.page_size,
-                kv=options.kv_dtype or activations,
+                activations=options.activations or "",
+                kv=options.kv_dtype or "",
             )
         )
     passes = select(passes, options.disabled, options.stop_after)
+    activations = "bf16" if any(isinstance(step, NarrowMatmul) for step in passes) else "f32"
     page = next((step.page for step in passes if isinstance(step, InsertPagedKv)), options.page_size)
     limits = _limits(options, checkpoint, vocab, page)
     name = "custom" if options.pipeline else recipe.name

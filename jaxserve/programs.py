@@ -36,7 +36,7 @@ def build_programs(
             _same_params(graph, params)
             caches = specs_of(graph, "cache")
             program = _bucket_program(plan, bucket)
-            exported = _export_bucket(plan, bucket, graph)
+            exported = export_bucket(plan, bucket, graph)
             futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage))
         for program, exported in _helper_programs(plan, caches):
             futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage))
@@ -58,7 +58,8 @@ def _bucket_program(plan: Plan, bucket: Bucket) -> Program:
     )
 
 
-def _export_bucket(plan: Plan, bucket: Bucket, graph: Graph) -> bytes:
+def export_bucket(plan: Plan, bucket: Bucket, graph: Graph) -> bytes:
+    """StableHLO of the step around a rewritten graph."""
     step = steps.step_function(graph_forward(graph), bucket, plan.limits)
     specs = (
         specs_of(graph, "param"),

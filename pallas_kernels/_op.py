@@ -77,8 +77,6 @@ class Op:
         ad.primitive_jvps[self.primitive] = self._jvp
         batching.primitive_batchers[self.primitive] = self._batch
         mlir.register_lowering(self.primitive, self._lowering(None))
-        for platform in PLATFORMS:
-            mlir.register_lowering(self.primitive, self._lowering(platform), platform=platform)
 
     def __repr__(self) -> str:
         return f"Op({self.name})"
@@ -102,6 +100,7 @@ class Op:
         if name in self._kernels[platform] or name == "reference":
             raise ValueError(f"{self.name} already has a kernel named {name!r} on {platform}")
         self._kernels[platform] = {name: kernel, **self._kernels[platform]}
+        mlir.register_lowering(self.primitive, self._lowering(platform), platform=platform)
 
     def unregister(self, platform: str, name: str) -> None:
         """Removes a kernel that `register` added."""

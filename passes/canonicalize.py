@@ -37,7 +37,7 @@ class Canonicalize(Pass):
             if found is not None:
                 _read_untransposed(rewriter, found)
             else:
-                found = _transposed_dot(graph, eqn) or _transposed_weight(graph, eqn)
+                found = _transposed_weight(graph, eqn) if _is_transpose(eqn) else _transposed_dot(graph, eqn)
                 if isinstance(found, Match):
                     _fold(rewriter, found)
             if found is not None:
@@ -78,11 +78,13 @@ def _transposed_weight(graph: Graph, eqn: JaxprEqn) -> Match | NoMatch | None:
     return _sole_reader(graph, eqn, entry, tuple(eqn.invars))
 
 
+def _is_transpose(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "transpose" and eqn.params["permutation"] == (1, 0)
+
+
 def _transposed_param(graph: Graph, eqn: JaxprEqn) -> Input | None:
     """The parameter whose transpose `eqn` computes, or None."""
-    if eqn.primitive.name != "transpose" or eqn.params["permutation"] != (1, 0):
-        return None
-    return graph.param_of(eqn.invars[0])
+    return graph.param_of(eqn.invars[0]) if _is_transpose(eqn) else None
 
 
 def _sole_reader(graph: Graph, eqn: JaxprEqn, entry: Input, operands: tuple) -> Match | NoMatch:

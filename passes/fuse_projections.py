@@ -13,10 +13,10 @@ from jaxserve.pallas_kernels import QuantizedTensor, dense_matmul
 from jaxserve.passes.graph import Graph, Input, where
 from jaxserve.passes.match import Match, NoMatch
 from jaxserve.passes.pipeline import Context, Pass, PassResult
+from jaxserve.passes.readers import MATMUL
 from jaxserve.passes.rewrite import Rewriter
 from jaxserve.passes.weights import Value, WeightEdit, dense
 
-MATMUL = "jaxserve.dense_matmul"
 # What may stand between a projection and the attention that reads it.
 HEADWISE = ("jaxserve.rope", "jaxserve.rms_norm", "reshape", "add", "broadcast_in_dim", "convert_element_type")
 # What an activation function is made of.

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve._compat import JaxprEqn, spec_of
+from jaxserve._compat import spec_of
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor, quantize_rtn, quantized_matmul, quantized_take
-from jaxserve.passes.fuse_projections import MATMUL
-from jaxserve.passes.graph import Graph, Input, where
-from jaxserve.passes.match import Match, NoMatch, Pattern
+from jaxserve.passes.graph import Graph, Input
+from jaxserve.passes.match import Match, NoMatch
 from jaxserve.passes.pipeline import Context, Pass, PassResult
+from jaxserve.passes.readers import MATMUL, weight_readers
 from jaxserve.passes.rewrite import Rewriter
 from jaxserve.passes.rules import RuleBook, Scheme, parse_rules
 from jaxserve.passes.weights import Value, WeightEdit, dense
@@ -23,17 +23,6 @@ from jaxserve.passes.weights import Value, WeightEdit, dense
 METHODS: dict[str, Callable[[np.ndarray, QuantFormat], QuantizedTensor]] = {"rtn": quantize_rtn}
 # Relative error that rounding may bring to a region, by bits; a gaussian weight gives about 0.008 and 0.1.
 TOLERANCE = {8: 0.02, 4: 0.2}
-
-
-def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """An embedding lookup; ids outside the table read its nearest row."""
-    return table.at[ids].get(mode="clip", wrap_negative_indices=False)
-
-
-ROWS = tuple(
-    Pattern(take_rows, jax.ShapeDtypeStruct((4, 3), dtype), jax.ShapeDtypeStruct((2,), "int32"))
-    for dtype in ("float32", "bfloat16")
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,23 +47,17 @@ class QuantizeMatmul(Pass):
         report: list[Match | NoMatch] = []
         for entry in graph.of_kind("param"):
             if len(entry.aval.shape) == 2:
-                users = graph.users(graph.var(entry.path))
-                report += self._quantize(rewriter, entry, users, book.find(entry.path))
+                report += self._quantize(rewriter, entry, book.find(entry.path))
         report += [NoMatch(f"rule {rule}", "selects no weight that an earlier rule left") for rule in book.unused]
         return PassResult.of(rewriter, report)
 
-    def _quantize(
-        self, rewriter: Rewriter, entry: Input, users: list[JaxprEqn], scheme: Scheme | None
-    ) -> list[Match | NoMatch]:
+    def _quantize(self, rewriter: Rewriter, entry: Input, scheme: Scheme | None) -> list[Match | NoMatch]:
         target = _format_for(entry, scheme)
         if isinstance(target, NoMatch):
             return [target]
-        if rewriter.graph.is_output(rewriter.graph.var(entry.path)):
-            return [NoMatch(entry.path, "it is also an output of the graph, so it stays dense")]
-        matches = [_reader(rewriter.graph, entry, user) for user in users]
-        for found in matches:
-            if isinstance(found, NoMatch):
-                return [found]
+        readers = weight_readers(rewriter.graph, entry)
+        if isinstance(readers, NoMatch):
+            return [readers]
         outputs, inputs = entry.aval.shape
         fields = [
             rewriter.add_input(Input(f"{entry.path}/{field}", "param", jax.ShapeDtypeStruct(*spec), entry.axes))
@@ -82,10 +65,9 @@ class QuantizeMatmul(Pass):
         ]
         writes = tuple(f"{entry.path}/{field}" for field in target.fields)
         edit = WeightEdit((entry.path,), writes, partial(_encode, target, self.method))
-        for found in matches:
-            assert isinstance(found, Match)
+        for found in readers:
             self._substitute(rewriter, found, entry, target, fields, edit)
-        return list(matches)
+        return list(readers)
 
     def _substitute(
         self, rewriter: Rewriter, match: Match, entry: Input, target: QuantFormat, fields: list, edit: WeightEdit
@@ -114,20 +96,6 @@ def _format_for(entry: Input, scheme: Scheme | None) -> QuantFormat | NoMatch:
     except ValueError as error:
         return NoMatch(entry.path, str(error))
     return target
-
-
-def _reader(graph: Graph, entry: Input, user: JaxprEqn) -> Match | NoMatch:
-    """The region that reads the weight: a dense_matmul or an embedding lookup."""
-    if user.primitive.name == MATMUL and graph.param_of(user.invars[1]) is entry:
-        note = f"{entry.path} {list(entry.aval.shape)}"
-        return Match(where(user), tuple(user.invars), (user,), tuple(user.outvars), note)
-    if user.primitive.name == "dot_general":
-        return NoMatch(where(user), f"{entry.path} is read by a plain dot_general: run lower-dense-matmul first")
-    for pattern in ROWS:
-        found = pattern.match(graph, user.outvars[0])
-        if isinstance(found, Match):
-            return dataclasses.replace(found, note=f"{entry.path} {list(entry.aval.shape)}, rows")
-    return NoMatch(where(user), f"{entry.path} is read by {user.primitive.name}, so it stays dense")
 
 
 def _encode(target: QuantFormat, method: str, value: Value) -> tuple[Value, ...]:

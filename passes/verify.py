@@ -72,10 +72,16 @@ def _verify_caches(graph: Graph, name: str) -> None:
         index = next(i for i, output in enumerate(graph.outputs) if output.replaces == entry.path)
         var, result = graph.var(entry.path), graph.jaxpr.outvars[index]
         writers = [user for user in graph.users(var) if any(out.aval == var.aval for out in user.outvars)]
-        if len(writers) != 1 or len(graph.users(var)) != 1 or result not in writers[0].outvars:
+        if len(writers) != 1 or len(graph.users(var)) != 1 or not _takes_over(writers[0], var, result):
             raise VerifyError(
                 f"after {name}: cache {entry.path} is not written by exactly one op that gives its output"
             )
+
+
+def _takes_over(writer: JaxprEqn, var: Var, result: Atom) -> bool:
+    """Whether `result` is what the op makes of the cache `var`: such ops take and give their caches in one order."""
+    index = writer.invars.index(var)
+    return index < len(writer.outvars) and writer.outvars[index] is result
 
 
 class NumberCheck:

@@ -212,14 +212,16 @@ class Runner:
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep large freed blocks for the next use instead of giving them back to the kernel. For the whole
-    process.
+    """Makes glibc keep freed memory for the next step instead of giving it back to the kernel. For the whole process.
 
-    XLA:CPU allocates a program's temporaries anew in each call. Blocks over 32 MiB would come from fresh pages every
-    time, and touching those for the first time takes longer than most of a step. Returns False where there is no glibc.
+    XLA:CPU allocates a program's temporaries anew in each call. Large ones would come as fresh pages every time, and
+    touching those for the first time takes longer than much of a step: 20 ms for 50 MB on two cores, nothing with this.
+    Call it before jax starts its threads. Returns False where there is no glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    trim_threshold, mmap_threshold, most = -1, -3, 2**31 - 1  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
-    return bool(mallopt(mmap_threshold, most)) and bool(mallopt(trim_threshold, most))
+    # Numbers of malloc.h. One arena: those of other threads unmap a block of this size whenever it is freed.
+    trim_threshold, mmap_threshold, arena_max, most = -1, -3, -8, 2**31 - 1
+    options = ((mmap_threshold, most), (trim_threshold, most), (arena_max, 1))
+    return all([mallopt(option, value) == 1 for option, value in options])

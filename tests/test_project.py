@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
@@ -149,6 +150,12 @@ def test_make_serve_takes_another_model(make):
 def test_the_environment_for_tests_serves_too(make):
     make("test")
     assert [line.split()[1] for line in make("serve")] == ["compile", "serve"]
+
+
+def test_pyright_reads_the_linked_folders():
+    """It does not follow links that it meets, so each must be named."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    assert {f"jaxserve/{name}" for name in PACKAGES[1:]} <= set(settings["include"])
 
 
 def test_continuous_integration_can_be_run():

@@ -1,6 +1,7 @@
 """jaxserve serve."""
 
 import argparse
+import contextlib
 import os
 import pathlib
 import sys
@@ -42,8 +43,10 @@ def run(options: argparse.Namespace) -> int:
     lower = LowerLimits(
         max_num_seqs=options.max_num_seqs, max_model_len=options.max_model_len, kv_tokens=options.kv_tokens
     )
-    socket = listen(options.host, options.port)
-    session = Session(options.artifact, lower, tell)
+    with contextlib.ExitStack() as stack:
+        socket = stack.enter_context(listen(options.host, options.port))  # an address in use is told before loading
+        session = Session(options.artifact, lower, tell)
+        stack.pop_all()  # the server closes it
     generation, names = session.manifest.generation, options.served_model_name or [session.manifest.model.name]
     metrics = Metrics(names[0])
     engine = session.engine(metrics, prefix_caching=not options.no_prefix_caching)

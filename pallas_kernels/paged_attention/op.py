@@ -58,8 +58,8 @@ def paged_attention(
     o[t,n] = sum_j softmax_j(cap(scale * q[t,n] . k[j, n // (N/K)])) v[j, n // (N/K)] over the j with 0 <= i - j
     (< `window` if given); cap(s) is softcap * tanh(s / softcap), or s. Computed in float32, rounded once to q's dtype.
 
-    Tokens from query_starts[S] on are padding and give 0. Entries of a block table past the context are never
-    followed, whatever they hold, and nothing of a page or slot outside the context reaches a result, not even NaN.
+    Tokens from query_starts[S] on are padding and give 0. Entries of a block table past the context may hold anything,
+    and nothing of a page or slot outside the context reaches a result, not even NaN.
     Raises TypeError when shapes or dtypes do not fit, N is no multiple of K, or an option is out of range.
     """
     return OP(

@@ -84,12 +84,11 @@ def reference(
 def _gather(cache: Any, tables: Any, first_page: Any, pages: int, highest_position: Any) -> tuple[Any, Any]:
     """Keys or values of `pages` pages from `first_page` [R] on: float32 [R,J,K,H], positions [R,J]; J = pages*B.
 
-    Table entries past `highest_position` [R] are not followed, and slots past it come back as 0, whatever they hold.
+    Slots past `highest_position` [R] come back as 0, whatever they and the table entries that lead there hold.
     """
     page_size = cache.shape[1]
     page = first_page[:, None] + jnp.arange(pages, dtype=jnp.int32)
     entries = jnp.take_along_axis(tables, page, axis=1, mode="clip")
-    entries = jnp.where(page * page_size <= highest_position[:, None], entries, 0)
     found = jnp.take(cache, entries, axis=0, mode="clip").astype(jnp.float32)
     found = found.reshape(len(entries), pages * page_size, *cache.shape[2:])
     positions = first_page[:, None] * page_size + jnp.arange(pages * page_size, dtype=jnp.int32)

@@ -51,7 +51,8 @@ def match_fields(axes: Axes, arrays: tuple[Any, ...], format: QuantFormat, shape
 
 
 def reference(x: Any, *arrays: Any, format: QuantFormat, shape: tuple[int, int], out_dtype: str) -> Any:
-    return dense_reference(x, dequantize(arrays, format, shape[1], x.dtype), out_dtype=out_dtype)
+    weight = dequantize(arrays, format, shape[1], jnp.float32)
+    return dense_reference(x.astype(jnp.float32), weight, out_dtype=out_dtype)
 
 
 def shape_rule(
@@ -76,8 +77,8 @@ def quantized_matmul(
 ) -> Float[Array, "*rows O"]:
     """y[..., o] = sum_i x[..., i] w[o, i] with w given by `arrays`, the fields of `format` in their order.
 
-    w is computed in float32 (see `QuantFormat`), rounded to x's dtype, and the product is accumulated in float32 and
-    rounded once to `out_dtype` (x's dtype if None). `shape` is (O, I). Raises TypeError when an array does not fit.
+    w is computed in float32 (see `QuantFormat`) and not rounded; the product is accumulated in float32 and rounded once
+    to `out_dtype` (x's dtype if None). `shape` is (O, I). Raises TypeError when an array does not fit.
     """
     out = jnp.dtype(out_dtype or x.dtype).name
     return OP(x, *arrays, format=format, shape=(int(shape[0]), int(shape[1])), out_dtype=out)

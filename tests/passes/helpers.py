@@ -24,6 +24,8 @@ from jaxserve.passes.weights import ValueSource, WeightPlan
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
 KV = KvGeometry(num_pages=8, pages_per_seq=4, seqs=2)
 
+DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+
 TINY = ModelConfig(
     family="llama", vocab=32, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=32, norm_eps=1e-5,
     rope=RopeSpec(8, 1e4), tied=False, max_positions=64, windows=(None,),
@@ -32,13 +34,11 @@ TINY = ModelConfig(
 
 def tiny(**changes: Any) -> ModelConfig:
     """The one-layer Llama, or a variation of it."""
-    config = dataclasses.replace(TINY, **{key: value for key, value in changes.items() if key != "layers"})
-    layers = changes.get("layers", 1)
-    return dataclasses.replace(config, layers=layers, windows=changes.get("windows", (None,) * layers))
+    return dataclasses.replace(TINY, **{"windows": (None,) * changes.get("layers", 1), **changes})
 
 
 def trace_tiny(activations: str = "f32", tokens: int = 8, rows: int = 2, **changes: Any) -> Graph:
-    return trace_model(tiny(**changes), activations, tokens, rows, {})
+    return trace_model(tiny(**changes), tokens, rows, {}, DTYPES[activations])
 
 
 def spec(shape: Sequence[int], dtype: Any = "float32") -> jax.ShapeDtypeStruct:

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxserve._compat import Var
 from jaxserve.pallas_kernels import kv_write
+from jaxserve.passes.graph import Graph
 from jaxserve.passes.match import Match, NoMatch, Pattern
 from jaxserve.passes.trace import TraceError
 from tests.passes.helpers import make_graph, spec
@@ -19,9 +21,15 @@ def normalized(x, y):
 PATTERN = Pattern(normalized, spec((2, 3)), spec((2, 3)))
 
 
+def output_var(graph: Graph, index: int = 0) -> Var:
+    var = graph.jaxpr.outvars[index]
+    assert isinstance(var, Var)
+    return var
+
+
 def match(function, pattern=PATTERN, shape=(5, 7), dtype="float32", output=0) -> Match | NoMatch:
     graph = make_graph(function, {}, {"x": shape, "y": shape}, dtype)
-    return pattern.match(graph, graph.jaxpr.outvars[output])
+    return pattern.match(graph, output_var(graph, output))
 
 
 def reason(*args, **kwargs) -> str:
@@ -35,11 +43,11 @@ def reason(*args, **kwargs) -> str:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matches_at_other_sizes(shape, dtype):
     graph = make_graph(lambda v: normalized(v["x"], v["y"]), {}, {"x": shape, "y": shape}, dtype)
-    found = Pattern(normalized, spec((2, 3), dtype), spec((2, 3), dtype)).match(graph, graph.jaxpr.outvars[0])
+    found = Pattern(normalized, spec((2, 3), dtype), spec((2, 3), dtype)).match(graph, output_var(graph))
     assert isinstance(found, Match) and found
     assert found.operands == (graph.var("x"), graph.var("y"))
     assert {id(eqn) for eqn in found.eqns} == {id(eqn) for eqn in graph.eqns}
-    assert found.results == (graph.jaxpr.outvars[0],)
+    assert found.results == (output_var(graph),)
 
 
 def test_a_program_that_casts_is_another_at_another_dtype():
@@ -50,19 +58,19 @@ def test_a_program_that_casts_is_another_at_another_dtype():
 
 def test_operands_are_bound_in_the_pattern_s_order():
     graph = make_graph(lambda v: normalized(v["y"], v["x"]), {}, {"x": (3, 4), "y": (3, 4)})
-    found = PATTERN.match(graph, graph.jaxpr.outvars[0])
+    found = PATTERN.match(graph, output_var(graph))
     assert isinstance(found, Match) and found.operands == (graph.var("y"), graph.var("x"))
 
 
 def test_one_value_may_be_both_operands():
     graph = make_graph(lambda v: normalized(v["x"], v["x"]), {}, {"x": (3, 4)})
-    found = PATTERN.match(graph, graph.jaxpr.outvars[0])
+    found = PATTERN.match(graph, output_var(graph))
     assert isinstance(found, Match) and found.operands == (graph.var("x"),) * 2
 
 
 def test_an_operand_may_be_computed_and_is_outside_the_region():
     graph = make_graph(lambda v: normalized(jnp.sin(v["x"]), v["y"]), {}, {"x": (3, 4), "y": (3, 4)})
-    found = PATTERN.match(graph, graph.jaxpr.outvars[0])
+    found = PATTERN.match(graph, output_var(graph))
     assert isinstance(found, Match) and "sin" not in [eqn.primitive.name for eqn in found.eqns]
 
 
@@ -150,8 +158,8 @@ def test_another_result_of_the_same_op_does_not_match():
         return make_graph(lambda v: kv_write(*(v[name] for name in args))[index], {}, args)
 
     first, second = graph_of(0), graph_of(1)
-    assert pattern.match(first, first.jaxpr.outvars[0])
-    found = pattern.match(second, second.jaxpr.outvars[0])
+    assert pattern.match(first, output_var(first))
+    found = pattern.match(second, output_var(second))
     assert isinstance(found, NoMatch) and "another result of jaxserve.kv_write" in found.reason
 
 

@@ -86,7 +86,8 @@ def test_an_output_is_replaced(graph):
     match = eqn_match(graph, "add")
     rewriter.replace(match, lambda a, b: a - b, match.operands)
     after = rewriter.finish()
-    assert_in_order(after) or names(after)[-1] == "sub"
+    assert_in_order(after)
+    assert names(after)[-1] == "sub"
     assert after.outputs == graph.outputs
 
 
@@ -115,7 +116,7 @@ def test_a_result_is_replaced_once(graph):
     rewriter = Rewriter(graph)
     match = eqn_match(graph, "cos")
     rewriter.replace(match, jnp.tanh, match.operands)
-    assert rewriter.is_replaced(match.results[0]) and not rewriter.is_replaced(match.operands[0])
+    assert rewriter.is_replaced(match.results[0]) and not rewriter.is_replaced(graph.var("x"))
     with pytest.raises(ValueError, match="replaced already"):
         rewriter.replace(match, jnp.tanh, match.operands)
 
@@ -211,7 +212,7 @@ def test_spliced_equations_stand_where_the_match_stood():
 
     graph = make_graph(function, {}, {"x": (3,)})
     rewriter = Rewriter(graph)
-    match = Match("both", (graph.var("x"),), tuple(graph.eqns), tuple(graph.jaxpr.outvars))
+    match = Match("both", (graph.var("x"),), tuple(graph.eqns), tuple(graph.eqns[-1].outvars))
     rewriter.replace(match, jnp.tanh, match.operands)
     assert str(rewriter.finish().eqns[0].source_info.name_stack) == "model"
 

@@ -170,7 +170,7 @@ def test_models_name_parameters_arguments_and_stored_forms():
     from jaxserve.pallas_kernels import QuantFormat
 
     form = QuantFormat(8, 32, "none", "float16")
-    graph = trace_model(tiny(), "bf16", 5, 3, {"lm_head/kernel": form})
+    graph = trace_model(tiny(), 5, 3, {"lm_head/kernel": form}, "bfloat16")
     by_path = {entry.path: entry for entry in graph.inputs}
     assert by_path["lm_head/kernel"].stored == form and by_path["norm/scale"].stored is None
     assert by_path["layers_0/mlp/down_proj/kernel"].axes == "D F"

@@ -1,0 +1,277 @@
+"""Every pass once where it matches and once where it must not: its report, its weight edits and its graph.
+
+The texts are in tests/golden/. JAXSERVE_UPDATE_GOLDENS=1 writes them anew; read the difference before keeping it.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.lowering import trace_model
+from jaxserve.pallas_kernels import QuantFormat, RopeSpec, attention, dense_matmul, rope
+from jaxserve.passes.graph import Graph
+from tests.passes.helpers import (
+    assert_same_results,
+    check_golden,
+    explained,
+    make_graph,
+    pipeline,
+    spec,
+    tiny,
+    trace_tiny,
+)
+
+ROPE = RopeSpec(8, 1e4)
+INDEX = spec((4,), "int32")
+X = {"x": (4, 16)}
+DENSE = "canonicalize,lower-dense-matmul"
+
+
+def scope(name: str, value):
+    with jax.named_scope("model"), jax.named_scope(name):
+        return value()
+
+
+def flax_dense() -> Graph:
+    """flax's Dense keeps its kernel [I, O]; the second is square."""
+    dense = {name: nn.Dense(features, name=name) for name, features in (("up", 32), ("square", 32))}
+
+    def function(v):
+        hidden = v["x"]
+        for name, module in dense.items():
+            hidden = module.apply({"params": {key: v[f"{name}/{key}"] for key in ("kernel", "bias")}}, hidden)
+        return hidden
+
+    params = {"up/kernel": (16, 32), "up/bias": (32,), "square/kernel": (32, 32), "square/bias": (32,)}
+    return make_graph(function, params, X)
+
+
+def written_with_transposes() -> Graph:
+    """x @ w.T, also by a reader of w itself; and a dot with the transpose of a weight kept [I, O]."""
+
+    def function(v):
+        y = v["x"] @ v["tied"].T
+        z = v["tied"].at[v["ids"]].get(mode="clip") + jax.lax.dot_general(y, v["w"].T, (((1,), (1,)), ((), ())))
+        return z
+
+    return make_graph(function, {"tied": (32, 16), "w": (32, 16)}, {**X, "ids": INDEX})
+
+
+def weights_with_two_readers() -> Graph:
+    """A weight [I, O] that two dots read, and a transpose that is also an output; nothing may be stored transposed."""
+
+    def function(v):
+        y = scope("first", lambda: v["x"] @ v["twice"])
+        z = scope("second", lambda: jnp.sin(v["x"]) @ v["twice"])
+        t = scope("third", lambda: v["mixed"].T)
+        return {"y": y + z, "m": v["x"] @ t, "t": t + 1.0}
+
+    return make_graph(function, {"twice": (16, 32), "mixed": (32, 16)}, X)
+
+
+def model(**changes) -> Callable[[], Graph]:
+    return lambda: trace_tiny(**changes)
+
+
+def dots_that_are_not_linear_layers() -> Graph:
+    """Two activations; a weight on the left; a contraction over the first axis; another precision; a cast weight."""
+    last = (((1,), (1,)), ((), ()))
+
+    def function(v):
+        x = v["x"]
+        return {
+            "activations": scope("activations", lambda: jax.lax.dot_general(x, jnp.sin(x), last)),
+            "left": scope("left", lambda: jax.lax.dot_general(v["w"], x, last)),
+            "first": scope("first", lambda: x @ v["kn"]),
+            "precision": scope("precision", lambda: jax.lax.dot_general(x, v["w"], last, precision="highest")),
+            "cast": scope("cast", lambda: jax.lax.dot_general(x.astype("bfloat16"), v["w"].astype("bfloat16"), last)),
+        }
+
+    return make_graph(function, {"w": (8, 16), "kn": (16, 8)}, X)
+
+
+def attend(v, q, k, v_, **options):
+    heads = [y.reshape(4, -1, 8) for y in (q, k, v_)]
+    q, k = (rope(y, v["positions"], spec=ROPE) for y in heads[:2])
+    return scope("attn", lambda: attention(q, k, heads[2], v["positions"], v["segments"], scale=0.5, **options))
+
+
+QKV = {f"block/{name}_proj/kernel": (8, 16) for name in "qkv"}
+STEP = {**X, "positions": INDEX, "segments": INDEX}
+
+
+def project(v, x, name, block="block"):
+    return scope(f"{block}/{name}_proj", lambda: dense_matmul(x, v[f"{block}/{name}_proj/kernel"]))
+
+
+def projections_that_do_not_stack() -> Graph:
+    """q from another activation; k tied to another reader; v through an op that is not known; then one sound group
+    that two attentions share."""
+
+    def function(v):
+        x, other = v["x"], jnp.sin(v["x"])
+        q, k, w = (project(v, x, name) for name in "qkv")
+        tied = dense_matmul(other, v["block/k_proj/kernel"])
+        return {
+            "different": attend(v, project(v, other, "q"), k, w),
+            "tied": attend(v, q, k, w) + tied.reshape(4, 1, 8),
+            "unknown": attend(v, q, k, jnp.cumsum(w, axis=0)),
+            "shared": attend(v, *(project(v, x, name, "good") for name in "qkv")),
+            "same": (y := project(v, x, "q", "one")) is not None and attend(v, y, y, y),
+        }
+
+    good = {f"good/{name}_proj/kernel": (8, 16) for name in "qkv"} | {"one/q_proj/kernel": (8, 16)}
+    return make_graph(function, {**QKV, **good}, STEP)
+
+
+def layers_that_share_projections() -> Graph:
+    """Two attentions of one layer on the same q, k, v; a third with another q; and flat names that would collide."""
+
+    def function(v):
+        x = v["x"]
+        q, k, w = (project(v, x, name) for name in "qkv")
+        flat = [[dense_matmul(x, v[f"{name}{i}"]) for name in "qkv"] for i in (0, 1)]
+        return {
+            "full": attend(v, q, k, w),
+            "window": attend(v, q, k, w, window=2),
+            "other": attend(v, project(v, x, "q", "extra"), k, w),
+            "first": attend(v, *flat[0]),
+            "second": attend(v, *flat[1]),
+        }
+
+    flat = {f"{name}{i}": (8, 16) for i in (0, 1) for name in "qkv"}
+    return make_graph(function, {**QKV, "extra/q_proj/kernel": (8, 16), **flat}, STEP)
+
+
+def products_that_are_not_gated_mlps() -> Graph:
+    """An activation of one matmul; factors of different activations; a factor that is more than an activation; one
+    factor used twice in two products; stored forms that differ are shown by the models' tests."""
+
+    def function(v):
+        x = v["x"]
+        a, b = project(v, x, "a"), project(v, x, "b")
+        c = project(v, jnp.sin(x), "c")
+        return {
+            "silu": jax.nn.silu(project(v, x, "d")),
+            "different": jax.nn.silu(a) * c,
+            "sorted": scope("sorted", lambda: jnp.sort(a, axis=-1) * b),
+            "first": jax.nn.gelu(project(v, x, "e"), approximate=False) * project(v, x, "f"),
+            "scaled": a * v["scale"],
+        }
+
+    params = {f"block/{name}_proj/kernel": (8, 16) for name in "abcdef"}
+    return make_graph(function, {**params, "scale": (8,)}, X)
+
+
+def odd_readers() -> Graph:
+    """A tied embedding read by an op that is not known; an output; a plain dot; an odd width; no rule."""
+    last = (((1,), (1,)), ((), ()))
+
+    def function(v):
+        head = dense_matmul(v["x"], v["tied/kernel"])
+        return {
+            "y": head + jnp.sum(v["tied/kernel"], axis=1),
+            "out": v["out/kernel"],
+            "z": dense_matmul(v["x"], v["out/kernel"]),
+            "plain": scope("plain", lambda: jax.lax.dot_general(v["x"], v["plain/kernel"], last)),
+            "odd": dense_matmul(v["x"][:, :7], v["odd/kernel"]),
+            "free": dense_matmul(v["x"], v["free/kernel"]),
+        }
+
+    shapes = {"tied": (8, 16), "out": (8, 16), "plain": (8, 16), "odd": (8, 7), "free": (8, 16)}
+    return make_graph(function, {f"{name}/kernel": shape for name, shape in shapes.items()}, X)
+
+
+def quantizable() -> Graph:
+    """Every scheme, a tied embedding, and a weight that the checkpoint stores in blocks."""
+    config = tiny(tied=True, vocab=64, width=64, mlp=64)
+    stored = {"layers_0/self_attn/o_proj/kernel": QuantFormat(8, 32, "none", "float16")}
+    return trace_model(config, 4, 2, stored, "bfloat16")
+
+
+QUANTIZE = (
+    "quantize-matmul{rules='embed=w8a16;o_proj=native;gate_proj=w4a16:sym:g32;"
+    "up_proj=w4a16;down_proj=skip;q_proj=w4a16:channel'}"
+)
+
+
+ODD_RULES = "quantize-matmul{rules='free=skip;kernel=w4a16;x=w8a16'}"
+
+
+def narrowable() -> Graph:
+    """A tied embedding, dense and quantized matmuls."""
+    return trace_model(tiny(tied=True, vocab=64, width=64, mlp=64), 4, 2, {})
+
+
+def attention_by_other_positions() -> Graph:
+    """The cache goes by the step's own positions and segments; another attention may not silently use it."""
+
+    def function(v):
+        q = v["x"].reshape(4, 2, 8)
+        shifted = scope("shifted", lambda: attention(q, q, q, v["positions"] * 2, v["segments"], scale=0.5))
+        global_ = scope("together", lambda: attention(q, q, q, v["positions"], v["segments"] * 0, scale=0.5))
+        return shifted + global_ + attend(v, v["x"], v["x"], v["x"])
+
+    return make_graph(function, {}, STEP)
+
+
+CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
+    ("canonicalize_flax_dense", "canonicalize", "canonicalize", flax_dense),
+    ("canonicalize_transposes", "canonicalize", "canonicalize", written_with_transposes),
+    ("canonicalize_negative", "canonicalize", "canonicalize", weights_with_two_readers),
+    ("lower_dense_matmul_f32", "lower-dense-matmul", "lower-dense-matmul", model()),
+    ("lower_dense_matmul_bf16", "lower-dense-matmul", "lower-dense-matmul", model(activations="bf16", tied=True)),
+    ("lower_dense_matmul_negative", "lower-dense-matmul", "lower-dense-matmul", dots_that_are_not_linear_layers),
+    ("fuse_qkv_bias_norm", "fuse-qkv", f"{DENSE},fuse-qkv", model(qkv_bias=True, qk_norm=True)),
+    ("fuse_qkv_shared", "fuse-qkv", "fuse-qkv", layers_that_share_projections),
+    ("fuse_qkv_negative", "fuse-qkv", "fuse-qkv", projections_that_do_not_stack),
+    ("fuse_gate_up_bias", "fuse-gate-up", f"{DENSE},fuse-gate-up", model(mlp_bias=True, activation="gelu")),
+    ("fuse_gate_up_negative", "fuse-gate-up", "fuse-gate-up", products_that_are_not_gated_mlps),
+    ("quantize_matmul", "quantize-matmul", f"{DENSE},{QUANTIZE}", quantizable),
+    ("quantize_matmul_negative", "quantize-matmul", ODD_RULES, odd_readers),
+    ("quantize_matmul_undone", "quantize-matmul", "canonicalize,quantize-matmul{rules='.*=w8a16'}", model()),
+    ("narrow_matmul", "narrow-matmul", f"{DENSE},quantize-matmul{{rules='mlp=w8a16'}},narrow-matmul", narrowable),
+    ("narrow_matmul_negative", "narrow-matmul", "narrow-matmul", odd_readers),
+    ("insert_paged_kv_window", "insert-paged-kv", "insert-paged-kv{page=4,kv=f32}", model(windows=(3,))),
+    ("insert_paged_kv_bf16", "insert-paged-kv", "insert-paged-kv", model(activations="bf16", layers=2)),
+    ("insert_paged_kv_negative", "insert-paged-kv", "insert-paged-kv{page=4}", attention_by_other_positions),
+    ("insert_paged_kv_no_attention", "insert-paged-kv", "insert-paged-kv{page=4}", flax_dense),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "step", "text", "build"), CASES, ids=[case[0] for case in CASES])
+def test_golden(name, step, text, build):
+    result = pipeline(build(), text, numbers=False)
+    check_golden(name, explained(result, step))
+
+
+@pytest.mark.parametrize("build", [flax_dense, written_with_transposes, weights_with_two_readers])
+def test_canonicalize_keeps_the_numbers_and_every_weight_can_be_lowered(build):
+    graph = build()
+    result = pipeline(graph, DENSE)
+    assert_same_results(graph, result)
+    if build is not weights_with_two_readers:
+        assert "dot_general" not in [eqn.primitive.name for eqn in result.graph.eqns]
+
+
+@pytest.mark.parametrize(
+    ("text", "build"),
+    [
+        ("fuse-qkv", projections_that_do_not_stack),
+        ("fuse-qkv", layers_that_share_projections),
+        ("fuse-gate-up", products_that_are_not_gated_mlps),
+        ("lower-dense-matmul", dots_that_are_not_linear_layers),
+    ],
+)
+def test_partial_matches_keep_the_numbers(text, build):
+    graph = build()
+    assert_same_results(graph, pipeline(graph, text, numbers=False))
+
+
+def test_goldens_and_cases_are_the_same_set():
+    from tests.passes.helpers import GOLDEN
+
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == {case[0] for case in CASES}

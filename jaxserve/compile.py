@@ -41,7 +41,7 @@ from jaxserve.reporting import Reporter
 from jaxserve.serving import state as slot_state
 from jaxserve.serving import step as steps
 from jaxserve.shrink import check_shrunk
-from jaxserve.text import load_tokenizer
+from jaxserve.text import Tokenizer, load_tokenizer
 from jaxserve.weights_io import save_weights
 
 
@@ -67,7 +67,7 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
         folder = writer.path(artifacts.TOKENIZER)
         folder.mkdir()
         checkpoint.write_tokenizer(folder)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = _load_copied_tokenizer(folder, checkpoint.origin)
         plan = make_plan(options, checkpoint, min(checkpoint.config.vocab, tokenizer.vocab_size))
         _need_paged_kv(plan.passes)
         result = _run_reference(plan, options, report, writer)
@@ -78,6 +78,13 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
         programs = build_programs(plan, params, writer, report)
         manifest = writer.finish(_manifest(options, plan, result, params, programs))
     return summary(manifest, options.output, time.perf_counter() - start)
+
+
+def _load_copied_tokenizer(folder: pathlib.Path, origin: str) -> Tokenizer:
+    try:
+        return load_tokenizer(folder)
+    except UserError as error:  # it names the copy, in a hidden folder that is about to vanish
+        raise UserError(f"{origin}: {str(error).replace(f'{folder}/', '')}") from None
 
 
 def describe(config: ModelConfig) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+from collections.abc import Sequence
 
 from jaxserve.errors import UserError
 from jaxserve.lowering import trace_model
@@ -88,6 +89,7 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
             )
         )
     passes = select(passes, options.disabled, options.stop_after)
+    _check_printed(options.print_ir_after, [step.name for step in passes])
     activations = "bf16" if any(isinstance(step, NarrowMatmul) for step in passes) else "f32"
     page = next((step.page for step in passes if isinstance(step, InsertPagedKv)), options.page_size)
     limits = _limits(options, checkpoint, vocab, page)
@@ -98,6 +100,13 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
     return Plan(
         checkpoint=checkpoint, recipe=name, activations=activations, passes=passes, limits=limits, target=target
     )
+
+
+def _check_printed(asked: Sequence[str], names: Sequence[str]) -> None:
+    known = ("all", "trace", *names)
+    for name in asked:
+        if name not in known:
+            raise UserError(f"--print-ir-after {name!r}: what runs is {', '.join(known[1:])}; or say all")
 
 
 def _limits(options: CompileOptions, checkpoint: Checkpoint, vocab: int, page: int) -> Limits:

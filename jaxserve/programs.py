@@ -1,8 +1,9 @@
 """The programs of an artifact: one a bucket and three helpers, exported, compiled and serialized."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
@@ -27,7 +28,7 @@ def build_programs(
     buckets = steps.default_buckets(plan.limits)
     with (
         report.stage("programs", f"{len(buckets)} buckets", total=len(buckets) + 3) as stage,
-        concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="compile") as pool,
+        _compilers() as pool,
     ):
         futures = []
         caches: dict[str, jax.ShapeDtypeStruct] = {}
@@ -43,6 +44,16 @@ def build_programs(
         programs = tuple(future.result() for future in futures)
         stage.done(f"{len(programs)} programs: " + ", ".join(f"{b.kind} {b.tokens}x{b.seqs}" for b in buckets))
     return programs
+
+
+@contextlib.contextmanager
+def _compilers() -> Iterator[concurrent.futures.Executor]:
+    """Two threads. Leaving early waits for what they are at, not for all that is queued."""
+    pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="compile")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _bucket_program(plan: Plan, bucket: Bucket) -> Program:

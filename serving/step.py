@@ -63,23 +63,24 @@ class Bucket:
 
 
 def default_buckets(limits: Limits) -> tuple[Bucket, ...]:
-    """Decode buckets at the powers of two, mixed buckets at the powers of two from 32 tokens, one score bucket.
+    """Decode buckets at the powers of four, mixed buckets at the powers of two from 32 tokens, one score bucket.
 
-    Some bucket fits every plan within the limits. Small mixed buckets have few rows: a lone short prompt should not pay
+    Some bucket fits every plan within the limits. A decode step's time hardly depends on its rows while it is bound by
+    reading weights, so fewer buckets cost little there and save compiling them. Small mixed buckets have few rows: a lone short prompt should not pay
     for the logits of max_num_seqs rows.
     """
     most, budget = limits.max_num_seqs, limits.token_budget
-    steps = [Bucket("step", size, size) for size in _doublings(1, most)]
-    *small, largest = _doublings(32, budget)
+    steps = [Bucket("step", size, size) for size in _powers(4, 1, most)]
+    *small, largest = _powers(2, 32, budget)
     steps += [Bucket("step", tokens, min(most, tokens // 4)) for tokens in small]
     if budget > 1:
         steps.append(Bucket("step", largest, min(most, largest - 1)))
     return (*sorted(steps), Bucket("score", limits.score_budget, 1))
 
 
-def _doublings(first: int, last: int) -> list[int]:
-    """first, 2 first, 4 first, ... as far as they are below last, and last."""
-    return [*itertools.takewhile(lambda size: size < last, (first << n for n in itertools.count())), last]
+def _powers(base: int, first: int, last: int) -> list[int]:
+    """first, first * base, first * base^2, ... as far as they are below last, and last."""
+    return [*itertools.takewhile(lambda size: size < last, (first * base**n for n in itertools.count())), last]
 
 
 def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruct]:

@@ -50,9 +50,25 @@ def match_fields(axes: Axes, arrays: tuple[Any, ...], format: QuantFormat, shape
             )
 
 
+# Rows of the weight that the reference dequantizes at a time: about this many floats, which stay in a core's cache.
+_BLOCK = 1 << 17
+
+
 def reference(x: Any, *arrays: Any, format: QuantFormat, shape: tuple[int, int], out_dtype: str) -> Any:
-    weight = dequantize(arrays, format, shape[1], jnp.float32)
-    return dense_reference(x.astype(jnp.float32), weight, out_dtype=out_dtype)
+    """Block after block of outputs, in a loop: written at once, XLA would dequantize every layer's weight ahead of its
+    use and hold all of them."""
+    outputs, inputs = shape
+    rows = min(outputs, max(1, _BLOCK // inputs))
+    wide = x.astype(jnp.float32)
+
+    def block(index: Any, y: Any) -> Any:
+        start = jnp.minimum(index * rows, outputs - rows)  # the last block may compute rows again, to the same numbers
+        part = tuple(jax.lax.dynamic_slice_in_dim(array, start, rows) for array in arrays)
+        product = dense_reference(wide, dequantize(part, format, inputs, jnp.float32), out_dtype=out_dtype)
+        return jax.lax.dynamic_update_slice_in_dim(y, product, start, axis=y.ndim - 1)
+
+    y = jnp.zeros((*x.shape[:-1], outputs), out_dtype)
+    return jax.lax.fori_loop(0, -(-outputs // rows), block, y)
 
 
 def shape_rule(

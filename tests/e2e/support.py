@@ -18,7 +18,9 @@ from jaxserve.serving.stats import NullObserver
 from tests.serving.api.support import Running, serving
 
 
-def compile_artifact(folder: pathlib.Path, model: str | pathlib.Path, recipe: str | None, **options: Any) -> pathlib.Path:
+def compile_artifact(
+    folder: pathlib.Path, model: str | pathlib.Path, recipe: str | None, **options: Any
+) -> pathlib.Path:
     """Compiles a model into `folder` and returns it. Limits are small: each program costs seconds."""
     compile_model(CompileOptions(model=str(model), output=folder, recipe=recipe, **options), Reporter(quiet=True))
     return folder

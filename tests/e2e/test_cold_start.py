@@ -43,7 +43,10 @@ def test_serves_without_a_compiler_and_drains(sample_artifact: pathlib.Path, tmp
     start = time.perf_counter()
     report = tmp_path / "report.json"
     name = json.loads((sample_artifact / "manifest.json").read_text())["model"]["name"]
-    with process(report, sample_artifact) as (server, url), openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+    with (
+        process(report, sample_artifact) as (server, url),
+        openai.OpenAI(base_url=url + "/v1", api_key="none") as client,
+    ):
         stream = client.chat.completions.create(
             model=name,
             messages=[{"role": "user", "content": "What is the capital of France?"}],

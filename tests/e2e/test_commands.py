@@ -12,7 +12,12 @@ from jaxserve.cli import main
 def test_inspect(stories_artifact: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     assert main(["inspect", str(stories_artifact)]) == 0
     text = capsys.readouterr().out
-    for fact in ("stories260K (llama)", "f32, activations f32, target cpu", "insert-paged-kv", "4096 tokens, pages of 16"):
+    for fact in (
+        "stories260K (llama)",
+        "f32, activations f32, target cpu",
+        "insert-paged-kv",
+        "4096 tokens, pages of 16",
+    ):
         assert fact in text
     assert "16 sequences of up to 512 tokens" in text and "step/step-64x16.export" in text
     assert main(["inspect", str(stories_artifact), "--json"]) == 0
@@ -34,7 +39,17 @@ def test_eval(stories_artifact: pathlib.Path, tmp_path: pathlib.Path, capsys: py
 
 
 def test_bench(stories_artifact: pathlib.Path, capsys: pytest.CaptureFixture[str]):
-    command = ["bench", str(stories_artifact), "--concurrency", "1,4", "--prompt-len", "8", "--output-len", "8", "--json"]
+    command = [
+        "bench",
+        str(stories_artifact),
+        "--concurrency",
+        "1,4",
+        "--prompt-len",
+        "8",
+        "--output-len",
+        "8",
+        "--json",
+    ]
     assert main(command) == 0
     runs = json.loads(capsys.readouterr().out)
     assert [run["concurrency"] for run in runs] == [1, 4]

@@ -44,7 +44,13 @@ def prompt_logprobs(session: Session, ids: list[int]) -> np.ndarray:
     [("bf16", "", 0.01), ("w8a16", "", 0.02), ("w4a16", "", 0.10), ("w4a16", ":g128:sym", 0.20)],
 )
 def test_recipes_serve(
-    artifacts: pathlib.Path, stories: Live, stories_model: pathlib.Path, story: list[int], recipe: str, group: str, ratio: float
+    artifacts: pathlib.Path,
+    stories: Live,
+    stories_model: pathlib.Path,
+    story: list[int],
+    recipe: str,
+    group: str,
+    ratio: float,
 ):
     folder = artifacts / f"{recipe}{group}".replace(":", "-")
     session = load(compile_artifact(folder, stories_model, recipe, group=group, **TINY))
@@ -145,7 +151,9 @@ def test_native_sample_model(sample_gguf: pathlib.Path, sample: Live, long_text:
     want = Forward(sample_gguf, "f32", "f32", 200).logits(ids)
     np.testing.assert_allclose(Forward(sample_gguf, "native", "f32", 200).logits(ids), want, atol=2e-3)
     narrow = Forward(sample_gguf, "native", "bf16", 200).logits(ids)
-    print(f"\nnative bf16: {abs(narrow - want).max():.3f} logits, {(narrow.argmax(1) == want.argmax(1)).mean():.3f} argmax")
+    print(
+        f"\nnative bf16: {abs(narrow - want).max():.3f} logits, {(narrow.argmax(1) == want.argmax(1)).mean():.3f} argmax"
+    )
     assert abs(narrow - want).max() <= 0.5
     assert (narrow.argmax(1) == want.argmax(1)).mean() >= 0.99
 
@@ -169,7 +177,9 @@ def perplexity(engine: Any, session: Session, text: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("quantized_samples", "ratio"), [("w8a16", 0.005), ("native", 0.005)], indirect=["quantized_samples"])
+@pytest.mark.parametrize(
+    ("quantized_samples", "ratio"), [("w8a16", 0.005), ("native", 0.005)], indirect=["quantized_samples"]
+)
 def test_perplexity_of_the_sample_model(quantized_samples: Session, sample: Live, long_text: str, ratio: float):
     exact = perplexity(sample.engine, sample.session, long_text)
     with quantized_samples.running() as engine:

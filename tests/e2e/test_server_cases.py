@@ -46,7 +46,9 @@ def test_several_end_tokens(stories: Live, story: list[int]):
     ends = tuple(sorted({free[3], free[9]} - {2}))
     assert len(ends) == 2
     engine = Engine(
-        stories.session.runner, stories.session.tokenizer, dataclasses.replace(stories.session.limits, eos_ids=(2, *ends))
+        stories.session.runner,
+        stories.session.tokenizer,
+        dataclasses.replace(stories.session.limits, eos_ids=(2, *ends)),
     )
     wait_for(lambda: stories.idle)  # two engines share the runner: never at the same time
     engine.start()
@@ -89,7 +91,9 @@ def test_stop_strings_that_span_tokens(sample: Live, essay: list[str]):
         answer = sample.server.chat(QUESTION, **options).choices[0]
         assert answer.message.content == want
         assert answer.finish_reason == ("stop" if found else "length")
-        pieces = [chunk.choices[0].delta.content or "" for chunk in sample.server.chat(QUESTION, stream=True, **options)]
+        pieces = [
+            chunk.choices[0].delta.content or "" for chunk in sample.server.chat(QUESTION, stream=True, **options)
+        ]
         assert "".join(pieces) == want
 
 

@@ -226,7 +226,7 @@ def test_some_bucket_fits_every_plan(most, budget):
 def test_default_buckets_of_the_default_limits():
     steps = [(b.tokens, b.seqs) for b in default_buckets(Limits(32, 2048, 16, 100, 49152, 512)) if b.kind == "step"]
     assert steps == [
-        *((1, 1), (2, 2), (4, 4), (8, 8), (16, 16)),
+        *((1, 1), (4, 4), (16, 16)),
         *((32, 8), (32, 32), (64, 16), (128, 32), (256, 32), (512, 32)),
     ]
 

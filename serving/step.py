@@ -66,8 +66,8 @@ def default_buckets(limits: Limits) -> tuple[Bucket, ...]:
     """Decode buckets at the powers of four, mixed buckets at the powers of two from 32 tokens, one score bucket.
 
     Some bucket fits every plan within the limits. A decode step's time hardly depends on its rows while it is bound by
-    reading weights, so fewer buckets cost little there and save compiling them. Small mixed buckets have few rows: a lone short prompt should not pay
-    for the logits of max_num_seqs rows.
+    reading weights, so fewer buckets cost little there and save compiling them. Small mixed buckets have few rows: a
+    lone short prompt should not pay for the logits of max_num_seqs rows.
     """
     most, budget = limits.max_num_seqs, limits.token_budget
     steps = [Bucket("step", size, size) for size in _powers(4, 1, most)]

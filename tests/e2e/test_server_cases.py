@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import pathlib
 
 import httpx
 import numpy as np

@@ -53,7 +53,10 @@ def change_header(change: Callable[[dict], None]) -> Callable[[pathlib.Path], No
 
 
 def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[pathlib.Path], None]:
-    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+    def damage(folder: pathlib.Path) -> None:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return damage
 
 
 def set_config(**changes: object) -> Callable[[pathlib.Path], None]:
@@ -68,18 +71,19 @@ def set_huge_shape(header: dict) -> None:
     header["model.layers.0.mlp.up_proj.weight"]["shape"] = [2**40, 2**40]
 
 
+UP = r"model\.safetensors: tensor 'model\.layers\.0\.mlp\.up_proj\.weight'"
 DOWN = "model.layers.4.mlp.down_proj.weight"
 DAMAGES = {
     "truncated": (rewrite("model.safetensors", lambda data: data[:-1000]), r"model/model\.safetensors: "),
-    "no header": (rewrite("model.safetensors", lambda data: b"\xff" * 100), r"model/model\.safetensors: the header claims"),
+    "no header": (rewrite("model.safetensors", lambda data: b"\xff" * 100), r"model\.safetensors: the header claims"),
     "header of no JSON": (
         rewrite("model.safetensors", lambda data: struct.pack("<Q", 9) + b"{nonsense"),
         r"model/model\.safetensors: header: is not valid JSON",
     ),
     "missing tensor": (change_header(lambda header: header.pop(DOWN)), re.escape(DOWN)),
-    "wrong shape": (change_header(set_shape), r"model\.safetensors: tensor 'model\.layers\.0\.mlp\.up_proj\.weight' has shape"),
-    "absurd shape": (change_header(set_huge_shape), r"model\.safetensors: tensor 'model\.layers\.0\.mlp\.up_proj\.weight'"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"model: has neither model\.safetensors nor"),
+    "wrong shape": (change_header(set_shape), f"{UP} has shape"),
+    "absurd shape": (change_header(set_huge_shape), UP),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"has neither model\.safetensors nor"),
     "no JSON": (rewrite("config.json", lambda data: data[:40]), r"model/config\.json: is not valid JSON"),
     "other shapes": (set_config(hidden_size=128), r"model\.safetensors: tensor '[\w.]+' has shape"),
     "absurd width": (set_config(hidden_size=2**50), r"model/config\.json: field 'hidden_size'"),

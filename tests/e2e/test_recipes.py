@@ -56,7 +56,7 @@ def test_recipes_serve(
     session = load(compile_artifact(folder, stories_model, recipe, group=group, **TINY))
     assert session.manifest.recipe == recipe and session.manifest.activations == "bf16"
     exact = ask_one(stories.engine, story, SamplingParams(max_tokens=0, prompt_logprobs=0)).prompt_logprobs[1:]
-    want = np.mean([entry.logprob for entry in exact])
+    want = np.mean([entry.logprob for entry in exact if entry.logprob is not None])
     moved = abs(math.exp(want - prompt_logprobs(session, story).mean()) - 1)
     assert 0 < moved < ratio
     with session.running() as engine:
@@ -151,11 +151,9 @@ def test_native_sample_model(sample_gguf: pathlib.Path, sample: Live, long_text:
     want = Forward(sample_gguf, "f32", "f32", 200).logits(ids)
     np.testing.assert_allclose(Forward(sample_gguf, "native", "f32", 200).logits(ids), want, atol=2e-3)
     narrow = Forward(sample_gguf, "native", "bf16", 200).logits(ids)
-    print(
-        f"\nnative bf16: {abs(narrow - want).max():.3f} logits, {(narrow.argmax(1) == want.argmax(1)).mean():.3f} argmax"
-    )
-    assert abs(narrow - want).max() <= 0.5
-    assert (narrow.argmax(1) == want.argmax(1)).mean() >= 0.99
+    moved, agree = abs(narrow - want).max(), (narrow.argmax(1) == want.argmax(1)).mean()
+    print(f"\nnative bf16: {moved:.3f} logits, {agree:.3f} argmax")
+    assert moved <= 0.5 and agree >= 0.99
 
 
 @pytest.fixture(scope="module")

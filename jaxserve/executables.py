@@ -5,12 +5,13 @@ differs the export is compiled again. Both go the same way, export then compile,
 same program. An executable is a pickle: its bytes come only from `Artifact.read`, which hashes them first.
 """
 
-import concurrent.futures
+import contextlib
 import functools
 import importlib.metadata
 import json
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -98,18 +99,43 @@ def load_or_rebuild(artifact: Artifact, name: str, target: Target, report: Repor
     return compiled
 
 
+class Loading:
+    """A program that is loaded once, by whoever needs it first: the thread that loads ahead, or a caller that cannot
+    wait for its turn."""
+
+    def __init__(self, load: Callable[[], Any]):
+        self._load: Callable[[], Any] | None = load
+        self._lock = threading.Lock()
+        self._program: Any = None
+
+    def result(self) -> Any:
+        """The program, loaded now if it has not been. Raises as `load_or_rebuild`."""
+        with self._lock:
+            if self._load is not None:
+                self._program = self._load()
+                self._load = None
+            return self._program
+
+
 def load_in_background(
     artifact: Artifact, names: Iterable[str], target: Target, report: Report, *, store: bool = True
-) -> dict[str, concurrent.futures.Future[Any]]:
-    """Futures of programs that one thread loads in the given order; `report` is called from that thread.
+) -> dict[str, Loading]:
+    """Programs that one thread loads in the given order, while others may take theirs out of turn.
 
-    One thread: loading releases the GIL, and XLA does one load at a time anyway (three loads took 0.83 s
-    one after another and 0.71 s in three threads).
+    One thread: loading releases the GIL, and three loads took 0.83 s one after another and 0.71 s in three threads.
+    `report` is called from the thread that loads. What fails to load fails again, and raises, where it is asked for.
     """
-    pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="load-programs")
-    futures = {name: pool.submit(load_or_rebuild, artifact, name, target, report, store=store) for name in names}
-    pool.shutdown(wait=False)
-    return futures
+    programs = {
+        name: Loading(functools.partial(load_or_rebuild, artifact, name, target, report, store=store)) for name in names
+    }
+
+    def load_all() -> None:
+        with contextlib.suppress(ArtifactError):
+            for program in programs.values():
+                program.result()
+
+    threading.Thread(target=load_all, name="load-programs", daemon=True).start()
+    return programs
 
 
 def _rebuild(artifact: Artifact, program: Program, target: Target) -> Any:

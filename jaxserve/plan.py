@@ -74,6 +74,15 @@ class Plan:
 def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Plan:
     """The plan for a checkpoint whose tokenizer knows `vocab` ids; UserError names the flag that does not fit."""
     recipe = find_recipe(options.recipe or ("native" if checkpoint.native else "bf16"))
+    if options.pipeline:
+        given = {
+            "--recipe": options.recipe,
+            "--activations": options.activations,
+            "--kv-dtype": options.kv_dtype,
+            "--rule": options.rules,
+        }
+        if idle := [flag for flag, value in given.items() if value]:
+            raise UserError(f"--pipeline says it all: leave out {', '.join(idle)}")
     if options.group and (options.pipeline or recipe.scheme != "w4a16"):
         raise UserError(f"--group and --sym belong to recipe w4a16, not to {options.pipeline or recipe.name}")
     if options.pipeline:

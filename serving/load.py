@@ -1,6 +1,5 @@
 """From an artifact folder to a runner: weights and programs are loaded, nothing is traced or compiled."""
 
-import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from jaxserve import executables, weights_io
 from jaxserve.artifact import Artifact
 from jaxserve.errors import UserError
+from jaxserve.executables import Loading
 from jaxserve.manifest import Manifest, Program
 from jaxserve.serving.request import Limits
 from jaxserve.serving.runner import Runner
@@ -19,8 +19,8 @@ from jaxserve.serving.state import init_state
 from jaxserve.serving.step import Bucket
 from jaxserve.targets import find_target
 
-# Programs that a first request needs, before those that only load brings: a short prompt, then decoding.
-_FIRST = ("admit", "copy-pages")
+# Tokens of a short chat with its template: the bucket that takes it is wanted first.
+_SHORT_PROMPT = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,19 +33,19 @@ class LowerLimits:
 
 
 class Programs(Mapping[Bucket, Callable[..., Any]]):
-    """Step programs by bucket, loaded behind the first requests; looking one up waits for it."""
+    """Step programs by bucket, loaded behind the first requests; looking one up loads it if need be."""
 
-    def __init__(self, futures: Mapping[Bucket, concurrent.futures.Future[Any]]):
-        self._futures = futures
+    def __init__(self, loading: Mapping[Bucket, Loading]):
+        self._loading = loading
 
     def __getitem__(self, bucket: Bucket) -> Callable[..., Any]:
-        return self._futures[bucket].result()
+        return self._loading[bucket].result()
 
     def __iter__(self) -> Iterator[Bucket]:
-        return iter(self._futures)
+        return iter(self._loading)
 
     def __len__(self) -> int:
-        return len(self._futures)
+        return len(self._loading)
 
 
 def compiled_limits(manifest: Manifest) -> Limits:
@@ -94,19 +94,19 @@ def load_runner(artifact: Artifact, report: Callable[[str], None]) -> Runner:
     manifest = artifact.manifest
     target = find_target(manifest.target)
     programs = sorted(manifest.programs, key=_when_wanted)
-    futures = executables.load_in_background(artifact, [program.name for program in programs], target, report)
+    loading = executables.load_in_background(artifact, [program.name for program in programs], target, report)
     params = weights_io.load_weights(artifact)
     limits = compiled_limits(manifest)
     steps = {
-        Bucket("score" if program.kind == "score" else "step", program.tokens, program.seqs): futures[program.name]
+        Bucket("score" if program.kind == "score" else "step", program.tokens, program.seqs): loading[program.name]
         for program in programs
         if program.tokens
     }
     return Runner(
         Programs(steps),
-        admit=_when_loaded(futures["admit"]),
-        load_penalties=_when_loaded(futures["load-penalties"]),
-        copy_pages=_when_loaded(futures["copy-pages"]),
+        admit=_when_loaded(loading["admit"]),
+        load_penalties=_when_loaded(loading["load-penalties"]),
+        copy_pages=_when_loaded(loading["copy-pages"]),
         params=params,
         caches=empty_caches(manifest),
         state=init_state(limits),
@@ -123,13 +123,13 @@ def empty_caches(manifest: Manifest) -> dict[str, jax.Array]:
 
 
 def _when_wanted(program: Program) -> tuple[int, int]:
-    if program.name in _FIRST:
-        return 0, 0
-    if program.kind == "step":
-        alone = program.tokens == program.seqs == 1
-        return (1, program.tokens) if alone or program.tokens != program.seqs else (2, program.tokens)
-    return 3, program.tokens
+    """The order of loading: what a first short request needs, larger prompts, company, the rest."""
+    if program.name == "admit" or (program.tokens == program.seqs == 1):
+        return 0, program.tokens
+    if program.kind == "step" and program.tokens != program.seqs:
+        return (0, 0) if program.tokens == _SHORT_PROMPT else (1, program.tokens)
+    return (2, program.tokens) if program.kind == "step" else (3, program.tokens)
 
 
-def _when_loaded(future: concurrent.futures.Future[Any]) -> Callable[..., Any]:
+def _when_loaded(future: Loading) -> Callable[..., Any]:
     return lambda *arguments: future.result()(*arguments)

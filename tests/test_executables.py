@@ -178,15 +178,15 @@ def test_another_platform_is_refused(artifact):
 
 
 def test_loading_in_the_background(artifact):
-    futures = load_in_background(artifact, ["again", "step"], cpu_target(), unexpected)
-    assert list(futures) == ["again", "step"]
-    for value, future in enumerate(futures.values()):
-        np.testing.assert_array_equal(future.result(60)(*arguments(value))[1], np.arange(8) + value)
+    programs = load_in_background(artifact, ["again", "step"], cpu_target(), unexpected)
+    assert list(programs) == ["again", "step"]
+    for value, program in enumerate(programs.values()):
+        np.testing.assert_array_equal(program.result()(*arguments(value))[1], np.arange(8) + value)
 
 
 def test_a_failure_in_the_background_reaches_the_caller(artifact):
     with pytest.raises(ArtifactError, match="no program 'verify'"):
-        load_in_background(artifact, ["verify"], cpu_target(), unexpected)["verify"].result(60)
+        load_in_background(artifact, ["verify"], cpu_target(), unexpected)["verify"].result()
 
 
 def test_key_tells_what_matters(monkeypatch):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import os
 import pathlib
 import sys
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
+    gc.disable()  # start-up makes a million objects that stay; collecting among them took a tenth of it
     from jaxserve.serving.api.app import create_app
     from jaxserve.serving.api.config import SAMPLING_DEFAULTS, ServerConfig
     from jaxserve.serving.load import LowerLimits
@@ -65,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
         tell(f"ready in {time.perf_counter() - start:.1f} s")
         tell(CURL.format(name=names[0], url=url, auth=auth))
 
+    gc.freeze()
+    gc.enable()
     engine.start()
     serve_app(
         app,

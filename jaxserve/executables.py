@@ -108,6 +108,11 @@ class Loading:
         self._lock = threading.Lock()
         self._program: Any = None
 
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        return self._load is None
+
     def result(self) -> Any:
         """The program, loaded now if it has not been. Raises as `load_or_rebuild`."""
         with self._lock:

@@ -41,6 +41,10 @@ class Programs(Mapping[Bucket, Callable[..., Any]]):
     def __getitem__(self, bucket: Bucket) -> Callable[..., Any]:
         return self._loading[bucket].result()
 
+    def is_loaded(self, bucket: Bucket) -> bool:
+        """Whether looking the bucket up returns at once."""
+        return self._loading[bucket].done
+
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._loading)
 
@@ -102,8 +106,9 @@ def load_runner(artifact: Artifact, report: Callable[[str], None]) -> Runner:
         for program in programs
         if program.tokens
     }
+    step_programs = Programs(steps)
     return Runner(
-        Programs(steps),
+        step_programs,
         admit=_when_loaded(loading["admit"]),
         load_penalties=_when_loaded(loading["load-penalties"]),
         copy_pages=_when_loaded(loading["copy-pages"]),
@@ -111,6 +116,7 @@ def load_runner(artifact: Artifact, report: Callable[[str], None]) -> Runner:
         caches=empty_caches(manifest),
         state=init_state(limits),
         limits=limits,
+        is_loaded=step_programs.is_loaded,
     )
 
 
@@ -124,10 +130,12 @@ def empty_caches(manifest: Manifest) -> dict[str, jax.Array]:
 
 def _when_wanted(program: Program) -> tuple[int, int]:
     """The order of loading: what a first short request needs, larger prompts, company, the rest."""
-    if program.name == "admit" or (program.tokens == program.seqs == 1):
-        return 0, program.tokens
+    if program.name == "admit":
+        return 0, 0
     if program.kind == "step" and program.tokens != program.seqs:
-        return (0, 0) if program.tokens == _SHORT_PROMPT else (1, program.tokens)
+        return (0, 1) if program.tokens == _SHORT_PROMPT else (1, program.tokens)
+    if program.tokens == program.seqs == 1 and program.kind == "step":
+        return 0, 2
     return (2, program.tokens) if program.kind == "step" else (3, program.tokens)
 
 

@@ -73,6 +73,7 @@ class Runner:
     programs: bucket -> step(params, caches, state, inputs) -> (caches, state, outputs), as step_function makes them.
     Only the
         buckets in use are looked up, so that a mapping may load its programs when they are first wanted.
+    is_loaded: whether a bucket's program is there at once. While it is not, a larger one that is there does its work.
     admit, load_penalties, copy_pages: as state.admit_function, state.load_penalties and step.copy_pages.
     params: handed to the programs as it is. caches and state: donated, and replaced by what each program returns.
 
@@ -90,10 +91,11 @@ class Runner:
         caches: Arrays,
         state: State,
         limits: Limits,
+        is_loaded: Callable[[Bucket], bool] = lambda bucket: True,
     ):
         self.params, self.caches, self.state, self.limits = params, caches, state, limits
         self.h2d_arrays = 0  # host arrays handed to programs
-        self._programs = programs
+        self._programs, self._is_loaded = programs, is_loaded
         self._admit_program, self._load_penalties, self._copy_pages = admit, load_penalties, copy_pages
         self._buckets = sorted(programs)
         self._tables = np.zeros((limits.max_num_seqs + 1, limits.pages_per_seq), np.int32)
@@ -161,11 +163,11 @@ class Runner:
         return PendingStep(self._run(bucket, inputs), len(plan.rows), wanted if any(wanted) else None, None)
 
     def bucket_of(self, plan: StepPlan) -> Bucket:
-        """The smallest bucket that fits."""
+        """The smallest bucket that fits and is loaded; the smallest that fits while none is."""
         tokens, longest = plan.num_tokens, max(row.count for row in plan.rows)
-        for bucket in self._buckets:
-            if bucket.fits(plan.kind, tokens, len(plan.rows), longest):
-                return bucket
+        fitting = [bucket for bucket in self._buckets if bucket.fits(plan.kind, tokens, len(plan.rows), longest)]
+        if fitting:
+            return next(filter(self._is_loaded, fitting), fitting[0])
         raise ValueError(
             f"no bucket fits a {plan.kind} plan of {tokens} tokens in {len(plan.rows)} rows, {longest} in the longest; "
             f"there are {', '.join(f'{b.kind} {b.tokens}x{b.seqs}' for b in self._buckets)}"

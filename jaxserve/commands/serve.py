@@ -32,10 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     gc.disable()  # start-up makes a million objects that stay; collecting among them took a tenth of it
-    from jaxserve.serving.api.app import create_app
-    from jaxserve.serving.api.config import SAMPLING_DEFAULTS, ServerConfig
     from jaxserve.serving.load import LowerLimits
-    from jaxserve.serving.metrics import Metrics
     from jaxserve.serving.server import listen, serve_app
     from jaxserve.serving.session import Session
 
@@ -49,6 +46,11 @@ def run(options: argparse.Namespace) -> int:
         socket = stack.enter_context(listen(options.host, options.port))  # an address in use is told before loading
         session = Session(options.artifact, lower, tell)
         stack.pop_all()  # the server closes it
+    # What the API needs is imported while the programs load.
+    from jaxserve.serving.api.app import create_app
+    from jaxserve.serving.api.config import SAMPLING_DEFAULTS, ServerConfig
+    from jaxserve.serving.metrics import Metrics
+
     generation, names = session.manifest.generation, options.served_model_name or [session.manifest.model.name]
     metrics = Metrics(names[0])
     engine = session.engine(metrics, prefix_caching=not options.no_prefix_caching)

@@ -42,10 +42,11 @@ class Run:
 
 
 def bench(session: Session, concurrencies: list[int], prompt: int, output: int, report: Reporter) -> list[Run]:
-    """One run for each concurrency, after one request that warms the programs up."""
+    """One run for each concurrency, after every program has run once."""
     runs = []
-    with session.running(prefix_caching=False) as engine:
-        asyncio.run(_requests(engine, session, 1, prompt, min(output, 8)))
+    with report.stage("warm up", "every program once") as stage:
+        session.runner.warmup()
+        stage.done("every program has run once")
     for concurrency in concurrencies:
         with (
             report.stage("bench", f"{concurrency} at once, {prompt} + {output} tokens") as stage,

@@ -189,6 +189,18 @@ def test_the_smallest_bucket_that_fits_is_taken(runner):
         bucket(20, 20, 1)
 
 
+def test_a_loaded_bucket_goes_before_a_smaller_one_that_is_not(compiled):
+    loaded: set[Bucket] = set()
+    runner = toy.make_runner(*compiled, is_loaded=loaded.__contains__)
+    plan = step(toy.make_row(toy.make_sequence("a", [1] * 20, 0, range(5)), 0, 1))
+    assert runner.bucket_of(plan) == Bucket("step", 1, 1)  # none is: the smallest is worth waiting for
+    loaded.add(Bucket("step", 32, 5))
+    assert runner.bucket_of(plan) == Bucket("step", 32, 5)
+    loaded.add(Bucket("step", 4, 4))
+    assert runner.bucket_of(plan) == Bucket("step", 4, 4)
+    runner.close()
+
+
 def slow_forward(params, caches, args):
     """The toy model, which looks at its arguments only after some 20 ms of work."""
     caches, zero = _work(caches)

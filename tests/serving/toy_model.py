@@ -98,10 +98,11 @@ def compile_others(limits=LIMITS):
     )
 
 
-def make_runner(programs, others, limits=LIMITS):
+def make_runner(programs, others, limits=LIMITS, **options):
     params = {"offset": jax.device_put(np.float32(0))}
     admit, load_penalties, copy = others
-    return Runner(programs, admit, load_penalties, copy, params, new_caches(limits), st.init_state(limits), limits)
+    caches, state = new_caches(limits), st.init_state(limits)
+    return Runner(programs, admit, load_penalties, copy, params, caches, state, limits, **options)
 
 
 def compile_all(limits=LIMITS, forward=toy_forward):

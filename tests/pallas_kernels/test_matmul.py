@@ -57,19 +57,17 @@ class TestQuantizedMatmul:
         assert_close(found, wide(x) @ expected.T, F32)
 
     @formats
-    def test_bf16_activations_round_the_weight_once(self, implementation, format):
+    def test_bf16_activations_leave_the_weight_exact(self, implementation, format):
         tensor, expected = weight(format)
         x = normal(0, 5, 80, dtype=BF16)
         found = compute(implementation, quantized_matmul, x, *tensor.arrays.values(), format=format, shape=tensor.shape)
-        rounded = expected.astype(F32).astype(BF16)
-        # One unit of the float32 weight may tip its rounding to bf16.
-        assert_close(found, wide(x) @ wide(rounded).T, BF16, f32=1e-3)
+        assert_close(found, wide(x) @ expected.T, BF16, f32=1e-3)
 
     def test_float32_result_of_bf16_activations(self, implementation):
         tensor, expected = weight(QuantFormat(8, None, "none", "float16"))
         x, options = normal(0, 2, 80, dtype=BF16), {"format": tensor.format, "shape": tensor.shape, "out_dtype": F32}
         found = compute(implementation, quantized_matmul, x, *tensor.arrays.values(), **options)
-        assert_close(found, wide(x) @ wide(expected.astype(BF16)).T, F32, f32=1e-3)
+        assert_close(found, wide(x) @ expected.T, F32, f32=1e-4)
         assert np.any(found != found.astype(BF16).astype(F32))
 
 

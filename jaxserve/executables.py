@@ -137,9 +137,12 @@ def load_in_background(
     def load_all() -> None:
         with contextlib.suppress(ArtifactError):
             for program in programs.values():
+                if not threading.main_thread().is_alive():  # the process is ending
+                    return
                 program.result()
 
-    threading.Thread(target=load_all, name="load-programs", daemon=True).start()
+    # No daemon: the interpreter would end under a load, and XLA aborts the process then.
+    threading.Thread(target=load_all, name="load-programs").start()
     return programs
 
 

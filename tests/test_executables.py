@@ -203,3 +203,20 @@ def test_compiler_options_reach_the_compiler():
     exported = export_program(step, *SPECS, donate=(1,))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         compile_program(exported, donate=(1,), options={"no_such_option": True})
+
+
+def test_a_process_that_ends_while_it_loads():
+    """The load it is at is finished, since XLA aborts a process that ends under one; the next is not begun."""
+    script = """
+        import time
+        from jaxserve import executables
+
+        def load(artifact, name, target, report, *, store):
+            time.sleep(0.5)
+            print(name, flush=True)
+
+        executables.load_or_rebuild = load
+        executables.load_in_background(None, ["first", "second"], None, print)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "first\n", "")

@@ -267,6 +267,7 @@ def test_no_artifact(tmp_path: pathlib.Path, command: list[str], capsys: Capture
 # ---- ending early
 
 
+@pytest.mark.slow  # it interrupts by the clock and failed once beside other work
 def test_interrupted_compile_leaves_nothing(stories: pathlib.Path, tmp_path: pathlib.Path):
     """While programs are being compiled, in two threads."""
     command = [

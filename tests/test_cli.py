@@ -267,7 +267,7 @@ def test_no_artifact(tmp_path: pathlib.Path, command: list[str], capsys: Capture
 # ---- ending early
 
 
-@pytest.mark.slow  # it interrupts by the clock and failed once beside other work
+@pytest.mark.slow  # known to fail at times: once the SIGINT was lost and the compile ended with 0
 def test_interrupted_compile_leaves_nothing(stories: pathlib.Path, tmp_path: pathlib.Path):
     """While programs are being compiled, in two threads."""
     command = [

@@ -10,7 +10,7 @@ from typing import Literal
 
 from jaxserve._compat import Var
 
-StatisticKind = Literal["absmax", "absmean", "range", "gram"]
+StatisticKind = Literal["absmax", "absmean", "square", "range", "gram"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Statistic:
 
     - absmax [...]: max_t |x_t|;
     - absmean [...]: mean_t |x_t|;
+    - square [...]: mean_t x_t^2, the gram's diagonal for those who need no more of it;
     - range [2]: the smallest and the largest element of x;
     - gram [I, I], for x [T, I]: mean_t x_t x_t^T, so that the mean squared error of a change E of a weight [O, I] is
       trace(E gram E^T).

@@ -3,20 +3,15 @@
 import dataclasses
 import math
 import re
-from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from jaxserve._compat import Var
 from jaxserve.errors import UserError
 from jaxserve.passes.graph import Graph, Input
-from jaxserve.passes.in_place import edit_weight, only_matmul
-from jaxserve.passes.match import Match, NoMatch
+from jaxserve.passes.in_place import LAYERS, edit_weights
 from jaxserve.passes.pipeline import Context, Pass, PassResult
-from jaxserve.passes.rewrite import Rewriter
-from jaxserve.passes.statistics import Statistic, statistic_path
-from jaxserve.passes.weights import Value, WeightEdit, dense
+from jaxserve.passes.weights import Value, dense
 
 KEPT, OF = 2, 4  # the pattern 2:4, which sparse tensor cores take
 
@@ -43,7 +38,7 @@ class Prune(Pass):
     method: Literal["wanda", "magnitude"] = "wanda"
     sparsity: float = 0.5
     pattern: Literal["unstructured", "2:4"] = "unstructured"
-    targets: str = r"^layers_\d+/"
+    targets: str = LAYERS
 
     def __post_init__(self) -> None:
         if not 0 <= self.sparsity < 1:
@@ -57,40 +52,23 @@ class Prune(Pass):
 
     def run(self, graph: Graph, context: Context) -> PassResult:
         del context
-        rewriter = Rewriter(graph)
-        report: list[Match | NoMatch] = []
-        statistics: list[Statistic] = []
-        for entry in graph.of_kind("param"):
-            if len(entry.aval.shape) == 2 and re.search(self.targets, entry.path):
-                found = only_matmul(graph, entry)
-                if found and self.pattern == "2:4" and entry.aval.shape[1] % OF:
-                    found = NoMatch(entry.path, f"its {entry.aval.shape[1]} inputs are no multiple of {OF}")
-                if isinstance(found, Match):
-                    statistics += self._prune(rewriter, found, entry)
-                    found = dataclasses.replace(found, note=f"{found.note}: {self._description}")
-                report.append(found)
-        if not report:
-            report.append(NoMatch(f"targets {self.targets}", "selects no weight"))
-        return dataclasses.replace(PassResult.of(rewriter, report), statistics=tuple(statistics))
-
-    @property
-    def _description(self) -> str:
         part = "two of every four inputs" if self.pattern == "2:4" else f"{self.sparsity:.4g} of it"
-        return f"{part} become 0 by {self.method}"
+        return edit_weights(
+            graph,
+            self._prune,
+            targets=self.targets,
+            kinds=("square",) if self.method == "wanda" else (),
+            refuse=self._refuse,
+            # The scores that go are the smallest: they hold at most their share of the energy, which is sparsity.
+            tolerance=math.sqrt(self.sparsity),
+            note=f"{part} become 0 by {self.method}",
+        )
 
-    def _prune(self, rewriter: Rewriter, match: Match, entry: Input) -> list[Statistic]:
-        statistics = []
-        if self.method == "wanda":
-            activation = match.operands[0]
-            assert isinstance(activation, Var)
-            statistics.append(Statistic(statistic_path("square", entry.path), activation, "square"))
-        reads = (entry.path, *(statistic.path for statistic in statistics))
-        edit = WeightEdit(reads, (entry.path,), partial(self._edit, entry.path))
-        # The scores that go are the smallest: they hold at most their share of the energy, which is sparsity.
-        edit_weight(rewriter, match, entry, [edit], tolerance=math.sqrt(self.sparsity))
-        return statistics
+    def _refuse(self, entry: Input) -> str:
+        inputs = entry.aval.shape[1]
+        return f"its {inputs} inputs are no multiple of {OF}" if self.pattern == "2:4" and inputs % OF else ""
 
-    def _edit(self, path: str, value: Value, square: np.ndarray | None = None) -> tuple[Value, ...]:
+    def _prune(self, path: str, value: Value, square: np.ndarray | None = None) -> Value:
         weight = dense(value).astype(np.float32)
         if not np.isfinite(weight).all():
             raise UserError(f"{path} holds infinities or NaN, so its weights cannot be ranked")
@@ -101,7 +79,7 @@ class Prune(Pass):
             dropped = smallest(scores, round(scores.shape[1] * self.sparsity))
         else:
             dropped = smallest(scores.reshape(1, -1), round(scores.size * self.sparsity))
-        return (np.where(dropped.reshape(weight.shape), np.float32(0), weight),)
+        return np.where(dropped.reshape(weight.shape), np.float32(0), weight)
 
 
 def smallest(scores: np.ndarray, count: int) -> np.ndarray:

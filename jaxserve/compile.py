@@ -178,15 +178,19 @@ def _nbytes(specs: Sequence[ArraySpec]) -> int:
     return sum(math.prod(spec.shape) * np.dtype(jax.numpy.dtype(spec.dtype)).itemsize for spec in specs)
 
 
-def _cache_groups(config: ModelConfig, caches: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[CacheGroup, ...]:
+def _kv_format(passes: Sequence[Pass]) -> str:
+    return next(step.kv for step in passes if isinstance(step, InsertPagedKv))
+
+
+def _cache_groups(config: ModelConfig, caches: Mapping[str, jax.ShapeDtypeStruct], form: str) -> tuple[CacheGroup, ...]:
     """Layers by window; the i-th attention is layer i in every family there is."""
     groups: dict[int | None, list[int]] = {}
     for layer, window in enumerate(config.windows):
         groups.setdefault(window, []).append(layer)
 
     def per_token(layer: int) -> int:
-        pair = (caches[f"kv/{layer}/k"], caches[f"kv/{layer}/v"])
-        return sum(math.prod(cache.shape[2:]) * cache.dtype.itemsize for cache in pair)
+        arrays = [spec for path, spec in caches.items() if path.startswith(f"kv/{layer}/")]
+        return sum(math.prod(spec.shape[2:]) * spec.dtype.itemsize for spec in arrays)
 
     return tuple(
         CacheGroup(
@@ -194,6 +198,7 @@ def _cache_groups(config: ModelConfig, caches: Mapping[str, jax.ShapeDtypeStruct
             kind="full" if window is None else "window",
             window=window,
             bytes_per_token=sum(map(per_token, layers)),
+            format=form,
         )
         for window, layers in groups.items()
     )
@@ -232,7 +237,7 @@ def _manifest(
         params=params,
         caches=array_specs(caches),
         state=array_specs(slot_state.state_specs(limits)),
-        cache_groups=_cache_groups(checkpoint.config, caches),
+        cache_groups=_cache_groups(checkpoint.config, caches, _kv_format(plan.passes)),
         programs=programs,
         generation=checkpoint.generation.to_json(),
         sizes=Sizes(checkpoint_bytes=checkpoint.stored_bytes, weight_bytes=_nbytes(params)),

@@ -63,12 +63,16 @@ class PassRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheGroup:
-    """Layers whose KV cache has the same geometry and shares one block table."""
+    """Layers whose KV cache has the same geometry and shares one block table.
+
+    `bytes_per_token` counts every array of all these layers; `format` is what keys and values are stored as.
+    """
 
     layers: tuple[int, ...]
     kind: str
     window: int | None
     bytes_per_token: int
+    format: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipe", help="f32, bf16, w8a16, w4a16 or native (default: native for a quantized GGUF, else bf16)"
     )
     parser.add_argument("--activations", choices=("f32", "bf16"), help="dtype of activations (default: the recipe's)")
-    parser.add_argument("--kv-dtype", choices=("f32", "bf16"), help="dtype of the KV cache (default: the activations')")
+    parser.add_argument(
+        "--kv-dtype", choices=("f32", "bf16", "int8", "int4", "fp8"),
+        help="what the KV cache keeps keys and values in (default: the recipe's, else the activations' dtype)",
+    )  # fmt: skip
     parser.add_argument("--group", choices=("32", "64", "128"), help="inputs a scale, for w4a16 (default 64)")
     parser.add_argument("--sym", action="store_true", help="w4a16 without a minimum")
     parser.add_argument(

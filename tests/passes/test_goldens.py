@@ -240,6 +240,8 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("narrow_matmul_negative", "narrow-matmul", "narrow-matmul", odd_readers),
     ("insert_paged_kv_window", "insert-paged-kv", "insert-paged-kv{page=4,kv=f32}", model(windows=(3,))),
     ("insert_paged_kv_bf16", "insert-paged-kv", "insert-paged-kv", model(activations="bf16", layers=2)),
+    ("insert_paged_kv_int4", "insert-paged-kv", "insert-paged-kv{page=4,kv=int4}", model()),
+    ("insert_paged_kv_fp8", "insert-paged-kv", "insert-paged-kv{page=4,kv=fp8}", model(activations="bf16")),
     ("insert_paged_kv_negative", "insert-paged-kv", "insert-paged-kv{page=4}", attention_by_other_positions),
     ("insert_paged_kv_no_attention", "insert-paged-kv", "insert-paged-kv{page=4}", flax_dense),
 ]  # fmt: skip

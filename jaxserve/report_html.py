@@ -106,14 +106,14 @@ def render(data: ReportData) -> str:
 def weight_rows(result: PipelineResult, errors: Mapping[str, OutputError]) -> list[WeightRow]:
     """A row for every parameter of two and more axes in the final graph, in the order in which they are read; the
     arrays of a quantized weight make one row."""
-    plan, rows = WeightPlan(result.edits), []
+    fusing = [stage for stage in result.stages if stage.step.name.startswith("fuse-")]
+    fused, rows = WeightPlan([edit for stage in fusing for edit in stage.result.edits]), []
     for path, (reader, entries) in _grouped(result.graph).items():
         form: QuantFormat | None = reader.params.get("format")
         shape = entries[0].aval.shape if form is None else tuple(reader.params["shape"])
         if len(shape) < 2:
             continue
         activation = reader.params.get("activation")
-        sources = {original for entry in entries for original in plan.originals(entry.path)}
         parts = _place(path).split("/")
         layer = re.fullmatch(r"\D*_(\d+)", parts[0])
         rows.append(
@@ -125,7 +125,7 @@ def weight_rows(result: PipelineResult, errors: Mapping[str, OutputError]) -> li
                 form=str(form or np.dtype(entries[0].aval.dtype).name) + (f" × {activation}" if activation else ""),
                 nbytes=sum(_nbytes(entry) for entry in entries),
                 method=_method(result.stages, path, form),
-                history=tuple(_history(result.stages, {path, *sources})),
+                history=tuple(_history(result.stages, {path, *fused.originals(path)})),
                 error=errors.get(path, OutputError()),
             )
         )

@@ -10,7 +10,7 @@ from jaxserve.passes.pipeline import Context
 from jaxserve.passes.prune import Prune, smallest
 from jaxserve.passes.recipes import parse_spec
 from jaxserve.passes.weights import ValueSource, WeightPlan, dense
-from tests.passes.helpers import make_graph, random_values, tiny, trace_tiny
+from tests.passes.helpers import make_graph, pipeline, random_values, tiny, trace_tiny
 
 DENSE = "canonicalize,lower-dense-matmul"
 PATH = "layers_0/self_attn/o_proj/kernel"
@@ -139,6 +139,13 @@ def test_a_tied_embedding_is_left_alone():
         "embed_tokens/embedding: no match, 1 matmuls and 1 lookups read it, where one matmul is wanted"
     ]
     assert result.edits == () and result.statistics == ()
+
+
+@pytest.mark.parametrize("options", ["", "{pattern=2:4}", "{sparsity=0.9}", "{method=magnitude}"])
+def test_regions_move_no_further_than_is_allowed(options):
+    """The verifier runs every matmul with whole and with pruned weights on the same numbers."""
+    result = pipeline(trace_tiny(), f"{DENSE},prune{options}")
+    assert result.stages[-1].result.matches == 7
 
 
 def test_infinite_weights_are_refused(weight):

@@ -9,18 +9,20 @@ import dataclasses
 import hashlib
 import importlib.resources
 import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxserve.errors import UserError
 from jaxserve.layerwise import Programs, StageRun
+from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.pipeline import Context, Pass, Stage, run_pipeline
 from jaxserve.passes.weights import Source, WeightEdit, WeightPlan
 from jaxserve.reporting import Reporter
 from jaxserve.spill import Spill
-from jaxserve.text import Tokenizer
+from jaxserve.text import Tokenizer, load_tokenizer
 
 STEP = 512  # tokens that are run at once, if sequences are no longer
 BUILT_IN = "built-in sample"
@@ -55,7 +57,14 @@ class CalibrationText:
         return f"{len(self.ids)} sequences of {self.ids.shape[1]} tokens of {self.name}"
 
 
-def read_calibration(options: CalibrationOptions, tokenizer: Tokenizer, vocab: int) -> CalibrationText:
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that comes with a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.write_tokenizer(pathlib.Path(folder))
+        return load_tokenizer(folder)
+
+
+def read_calibration(options: CalibrationOptions, tokenizer: Tokenizer) -> CalibrationText:
     """The text, tokenized whole and without BOS, in rows; what is left over at its end is not used.
 
     The built-in sample gives as many rows as it holds. Raises UserError, with the number of tokens that there are, for
@@ -70,7 +79,6 @@ def read_calibration(options: CalibrationOptions, tokenizer: Tokenizer, vocab: i
     except UnicodeDecodeError as error:
         raise UserError(f"calibration text {options.text} is not UTF-8 at byte {error.start}") from None
     ids = np.asarray(tokenizer.encode(text), np.int32)
-    ids = ids[ids < vocab]
     rows = min(options.sequences, len(ids) // options.length)
     if rows < (1 if options.text is None else options.sequences):
         raise UserError(

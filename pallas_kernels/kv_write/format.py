@@ -21,11 +21,13 @@ Cache = Operand | tuple[Operand, ...]
 class KvFormat:
     """Keys or values of a layer as codes q and, for each token and head, numbers that say what they stand for.
 
-    - int8, int4: x = scale * q + minimum with q from 0 to `largest` (uint8), scale = (max x - min x) / largest and
+    - int8, int4: x = scale * q + minimum with q from 0 to `largest`, scale = (max x - min x) / largest and
       minimum = min x over the head's H components; the asymmetric form of QServe (arXiv:2405.04532). int4 codes are
       [pages, B, K, H/2]: component 2i in the low half of byte i and 2i + 1 in the high one.
     - fp8: x = scale * q with q float8_e4m3fn and scale = max |x| / largest.
 
+    Codes are kept as bytes (uint8), those of fp8 too: XLA on CPU would turn a whole float8 array into another dtype and
+    back to write one row of it.
     Numbers are rounded before the codes are chosen, so codes fit what is stored. What is stored for a token depends on
     that token alone: it is the same bytes whatever batch, chunk or page the token is in.
 
@@ -34,7 +36,7 @@ class KvFormat:
     """
 
     name: str
-    codes: str  # dtype
+    element: str  # dtype of a code
     largest: int
     numbers: tuple[str, ...]
     error: float
@@ -47,7 +49,7 @@ class KvFormat:
     def arrays(self) -> dict[str, tuple[str, str]]:
         """Axes and dtype of every array of a cache, in the order in which the ops take them; codes have no name."""
         codes = "pages B K H" if self.per_byte == 1 else f"pages B K H/{self.per_byte}"
-        return {"": (codes, self.codes), **{name: ("pages B K", NUMBERS) for name in self.numbers}}
+        return {"": (codes, "uint8"), **{name: ("pages B K", NUMBERS) for name in self.numbers}}
 
 
 KV_FORMATS = {
@@ -83,10 +85,11 @@ def encode(x: Any, format: KvFormat | None, dtype: Any) -> tuple[Any, ...]:
     if "minimum" in format.numbers:
         low = x.min(axis=-1)
         scale, minimum = _stored((x.max(axis=-1) - low) / format.largest), _stored(low)
-        steps = jnp.round((x - _wide(minimum)) / _divisor(scale))
-        return _pack(jnp.clip(steps, 0, format.largest).astype(format.codes), format), scale, minimum
+        codes = jnp.round((x - _wide(minimum)) / _divisor(scale))
+        return _to_bytes(jnp.clip(codes, 0, format.largest), format), scale, minimum
     scale = _stored(jnp.abs(x).max(axis=-1) / format.largest)
-    return jnp.clip(x / _divisor(scale), -format.largest, format.largest).astype(format.codes), scale
+    codes = jnp.clip(x / _divisor(scale), -format.largest, format.largest)
+    return _to_bytes(codes, format), scale
 
 
 def decode(arrays: Sequence[Any], format: KvFormat | None) -> Any:
@@ -94,7 +97,7 @@ def decode(arrays: Sequence[Any], format: KvFormat | None) -> Any:
     if format is None:
         return arrays[0].astype(jnp.float32)
     codes, scale, *minimum = arrays
-    x = _unpack(codes, format).astype(jnp.float32) * _wide(scale)
+    x = _from_bytes(codes, format).astype(jnp.float32) * _wide(scale)
     return x + _wide(minimum[0]) if minimum else x
 
 
@@ -130,12 +133,14 @@ def _divisor(scale: Any) -> Any:
     return jnp.where(wide == 0, 1.0, wide)
 
 
-def _pack(codes: Any, format: KvFormat) -> Any:
-    return codes if format.per_byte == 1 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+def _to_bytes(codes: Any, format: KvFormat) -> Any:
+    codes = codes.astype(format.element)
+    if format.per_byte == 2:
+        return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return jax.lax.bitcast_convert_type(codes, jnp.uint8)
 
 
-def _unpack(codes: Any, format: KvFormat) -> Any:
-    if format.per_byte == 1:
-        return codes
-    pairs = jnp.stack([codes & 0x0F, codes >> 4], axis=-1)
-    return pairs.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+def _from_bytes(codes: Any, format: KvFormat) -> Any:
+    if format.per_byte == 2:
+        return jnp.stack([codes & 0x0F, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    return jax.lax.bitcast_convert_type(codes, format.element)

@@ -22,7 +22,10 @@ dtypes = pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 
 
 def compute(implementation: str, function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
-    """What the implementation makes of `function(*operands, **options)`, a call of one op, as float32 numpy."""
+    """What the implementation makes of `function(*operands, **options)`, a call of one op, as float32 numpy.
+
+    Operands may be tuples of arrays, as caches are; all results of the op come one after the other.
+    """
     (eqn,) = trace(function, *operands, **options).eqns
     op, params = OPS[eqn.primitive.name], eqn.params
     if implementation == "reference":
@@ -32,7 +35,7 @@ def compute(implementation: str, function: Callable[..., Any], *operands: Any, *
         chosen = op.kernel(platform, name)(*(var.aval for var in eqn.invars), **params)
         if isinstance(chosen, Refusal):
             pytest.skip(f"{name} refuses: {chosen.reason}")
-    return jax.tree.map(lambda array: np.asarray(array, np.float32), jax.jit(chosen)(*operands))
+    return jax.tree.map(lambda array: np.asarray(array, np.float32), jax.jit(chosen)(*jax.tree.leaves(operands)))
 
 
 def normal(seed: int, *shape: int, dtype: Any = F32) -> np.ndarray:

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import ml_dtypes
 import numpy as np
 
 
@@ -69,3 +70,32 @@ def dequantize(codes, fields, offset: str, group: int) -> np.ndarray:
                 code -= float(fields["zero"][o, i // group])
             out[o, i] = scale * code + (float(fields["minimum"][o, i // group]) if offset == "minimum" else 0.0)
     return out
+
+
+def quantize_kv(x: np.ndarray, form: str) -> tuple[np.ndarray, ...]:
+    """Keys or values [T,K,H] as a cache in int8, int4 or fp8 holds them."""
+    largest = {"int8": 255, "int4": 15, "fp8": 448}[form]
+    codes = np.zeros((*x.shape[:-1], x.shape[-1] // (2 if form == "int4" else 1)), np.uint8)
+    scale, minimum = np.zeros(x.shape[:-1], np.float16), np.zeros(x.shape[:-1], np.float16)
+    for t, head in np.ndindex(*x.shape[:-1]):
+        row = x[t, head]
+        low, high = (0.0, np.abs(row).max()) if form == "fp8" else (row.min(), row.max())
+        scale[t, head], minimum[t, head] = (high - low) / largest, low
+        steps = (row - float(minimum[t, head])) / (float(scale[t, head]) or 1.0)
+        if form == "fp8":
+            codes[t, head] = np.clip(steps, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        else:
+            whole = np.clip(np.rint(steps), 0, largest).astype(np.uint8)
+            codes[t, head] = whole if form == "int8" else whole[::2] + 16 * whole[1::2]
+    return (codes, scale) if form == "fp8" else (codes, scale, minimum)
+
+
+def dequantize_kv(arrays: tuple[np.ndarray, ...], form: str) -> np.ndarray:
+    """What such arrays stand for."""
+    codes, scale, *minimum = arrays
+    if form == "int4":
+        codes = np.stack([codes % 16, codes // 16], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+    if form == "fp8":
+        codes = codes.view(ml_dtypes.float8_e4m3fn)
+    wide = codes.astype(np.float64) * scale[..., None].astype(np.float64)
+    return wide + minimum[0][..., None].astype(np.float64) if minimum else wide

@@ -14,23 +14,11 @@ import numpy as np
 
 from jaxserve._compat import JaxprEqn
 from jaxserve.charts import Series, bar_chart, line_chart, percent
+from jaxserve.error_meter import OutputError, fusion_plan
 from jaxserve.manifest import Manifest, PassRecord
 from jaxserve.pallas_kernels import QuantFormat
 from jaxserve.passes.graph import Graph, Input
 from jaxserve.passes.pipeline import PipelineResult, Stage
-from jaxserve.passes.weights import WeightPlan
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputError:
-    """||X W^T - X Q^T|| / ||X W^T|| of one matmul on the calibration text X.
-
-    `before` is that of rounding the original weight to nearest in the same format, `after` that of what the artifact
-    holds; None where nobody measured it.
-    """
-
-    before: float | None = None
-    after: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +37,7 @@ class WeightRow:
     nbytes: int
     method: str = ""
     history: tuple[tuple[str, str], ...] = ()
-    error: OutputError = OutputError()
+    error: OutputError = dataclasses.field(default_factory=OutputError)
 
     @property
     def bits(self) -> float:
@@ -106,8 +94,7 @@ def render(data: ReportData) -> str:
 def weight_rows(result: PipelineResult, errors: Mapping[str, OutputError]) -> list[WeightRow]:
     """A row for every parameter of two and more axes in the final graph, in the order in which they are read; the
     arrays of a quantized weight make one row."""
-    fusing = [stage for stage in result.stages if stage.step.name.startswith("fuse-")]
-    fused, rows = WeightPlan([edit for stage in fusing for edit in stage.result.edits]), []
+    fused, rows = fusion_plan(result.stages), []
     for path, (reader, entries) in _grouped(result.graph).items():
         form: QuantFormat | None = reader.params.get("format")
         shape = entries[0].aval.shape if form is None else tuple(reader.params["shape"])

@@ -6,11 +6,12 @@ import re
 
 import pytest
 
+from jaxserve.error_meter import OutputError
 from jaxserve.lowering import trace_model
 from jaxserve.manifest import PassRecord
 from jaxserve.pallas_kernels import QuantFormat
 from jaxserve.passes.graph import Graph
-from jaxserve.report_html import OutputError, ReportData, WeightRow, render, report_data, weight_rows, write_report
+from jaxserve.report_html import ReportData, WeightRow, render, report_data, weight_rows, write_report
 from tests.artifact_sample import sample_manifest
 from tests.passes.helpers import pipeline, tiny
 

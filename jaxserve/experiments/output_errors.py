@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from jaxserve.error_meter import energy
 from jaxserve.experiments.common import Settings
 from jaxserve.pallas_kernels import QuantizedTensor
 from jaxserve.passes.graph import Graph
@@ -110,14 +111,9 @@ def output_errors(passes: Sequence[Pass], original: Original, settings: Settings
         outputs, inputs = scales[path]
         change = weight / outputs[:, None] / inputs - original.weights[path]
         for name, rows in original.parts[path].items():
-            whole = _energy(original.weights[path][rows], original.grams[path])
-            errors[name] = (_energy(change[rows], original.grams[path]) / whole) ** 0.5
+            whole = energy(original.weights[path][rows], original.grams[path])
+            errors[name] = (energy(change[rows], original.grams[path]) / whole) ** 0.5
     return errors
-
-
-def _energy(weight: np.ndarray, gram: np.ndarray) -> float:
-    """trace(W G W^T), the mean squared length of what a weight makes of the text's activations."""
-    return float(np.sum((weight @ gram) * weight, dtype=np.float64))
 
 
 def final_weights(model: Rewritten) -> dict[str, np.ndarray]:

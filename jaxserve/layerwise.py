@@ -141,10 +141,7 @@ class Programs:
     """Jitted runs; those that compute the same of different parameters are compiled once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Callable[..., tuple[list[jax.Array], list[jax.Array]]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._known)
+        self.known: dict[Any, Callable[..., tuple[list[jax.Array], list[jax.Array]]]] = {}
 
     def of(self, run: Run) -> Callable[[Arrays, Arrays, Arrays], tuple[list[jax.Array], list[jax.Array]]]:
         """(parameters, operands, totals) -> (what is handed on, totals with these activations in them)."""
@@ -156,7 +153,7 @@ class Programs:
             pairs = zip(meters, totals, strict=True)
             return results[:handed], [statistics.add(kind, total, results[index]) for (index, kind), total in pairs]
 
-        return self._known.setdefault(key, jax.jit(function, donate_argnums=2))
+        return self.known.setdefault(key, jax.jit(function, donate_argnums=2))
 
 
 class _WithStatistics:

@@ -16,10 +16,11 @@ import numpy as np
 
 from jaxserve.errors import UserError
 from jaxserve.layerwise import Programs, StageRun
+from jaxserve.manifest import CalibrationRecord
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.pipeline import Context, Pass, Stage, run_pipeline
-from jaxserve.passes.weights import Source, WeightEdit, WeightPlan
+from jaxserve.passes.weights import Source, Watch, WeightEdit, WeightPlan
 from jaxserve.reporting import Reporter
 from jaxserve.spill import Spill
 from jaxserve.text import Tokenizer, load_tokenizer
@@ -42,19 +43,16 @@ class CalibrationOptions:
     def __post_init__(self) -> None:
         for name in ("sequences", "length"):
             if getattr(self, name) < 1:
-                raise UserError(f"calibration {name} {getattr(self, name)}: at least 1")
+                raise UserError(f"--calibration-{name} {getattr(self, name)} is not at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationText:
-    """Token ids [N, T] int32 to calibrate on, the name of the text they come from and its SHA-256."""
+    """Token ids [N, T] int32 to calibrate on, and where they come from; `complete` unless N is less than asked for."""
 
     ids: np.ndarray
-    name: str
-    sha256: str
-
-    def __str__(self) -> str:
-        return f"{len(self.ids)} sequences of {self.ids.shape[1]} tokens of {self.name}"
+    record: CalibrationRecord
+    complete: bool = True
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -64,12 +62,14 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         return load_tokenizer(folder)
 
 
-def read_calibration(options: CalibrationOptions, tokenizer: Tokenizer) -> CalibrationText:
+def read_calibration(options: CalibrationOptions, tokenizer: Tokenizer, longest: int) -> CalibrationText:
     """The text, tokenized whole and without BOS, in rows; what is left over at its end is not used.
 
-    The built-in sample gives as many rows as it holds. Raises UserError, with the number of tokens that there are, for
-    a file that does not hold what is asked for, is not UTF-8 or cannot be read.
+    The built-in sample gives as many rows as it holds. Raises UserError for rows that are longer than the model's
+    `longest` sequence; for a file that cannot be read, is not UTF-8 or is too short, with the tokens that it has.
     """
+    if options.length > longest:
+        raise UserError(f"--calibration-length {options.length} is more than {longest}, the model's own limit")
     if options.text is None:
         data, name = (importlib.resources.files("jaxserve") / "data" / "calibration.txt").read_bytes(), BUILT_IN
     else:
@@ -77,23 +77,25 @@ def read_calibration(options: CalibrationOptions, tokenizer: Tokenizer) -> Calib
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"calibration text {options.text} is not UTF-8 at byte {error.start}") from None
+        raise UserError(f"--calibration {options.text} is not UTF-8 at byte {error.start}") from None
     ids = np.asarray(tokenizer.encode(text), np.int32)
     rows = min(options.sequences, len(ids) // options.length)
     if rows < (1 if options.text is None else options.sequences):
         raise UserError(
-            f"calibration text {name}: it has {len(ids)} tokens, which is less than {options.sequences} sequences of "
+            f"--calibration: {name} has {len(ids)} tokens, less than {options.sequences} sequences of "
             f"{options.length}; ask for fewer or shorter ones, or give a longer text"
         )
-    rows = ids[: rows * options.length].reshape(rows, options.length)
-    return CalibrationText(rows, name, hashlib.sha256(data).hexdigest())
+    digest = hashlib.sha256(data).hexdigest()
+    record = CalibrationRecord(text=name, sha256=digest, sequences=rows, length=options.length)
+    ids = ids[: rows * options.length].reshape(rows, options.length)
+    return CalibrationText(ids, record, complete=rows == options.sequences)
 
 
 def _read(path: pathlib.Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"calibration text {path}: {error.strerror}") from None
+        raise UserError(f"--calibration {path}: {error.strerror}") from None
 
 
 def is_calibrated(stages: Sequence[Stage]) -> bool:
@@ -120,12 +122,14 @@ def calibrate(
     ids: np.ndarray,
     folder: pathlib.Path,
     report: Reporter,
+    watch: Watch | None = None,
 ) -> Weights:
     """The final weights of a pipeline, calibrated on `ids` [N, T] int32.
 
     `trace(tokens)` gives the graph before all passes for a step of so many tokens and as many rows of logits. What is
-    made of parameters on the way is kept in `folder`, which must outlive the result. Raises UserError when a calibrated
-    pass comes after the cache is inserted, or wants statistics of a layer after the weight was read.
+    made of parameters on the way is kept in `folder`, which must outlive the result; `watch` is told of the edits that
+    run. Raises UserError when a calibrated pass comes after the cache is inserted, or wants statistics of a layer after
+    the weight was read.
     """
     rows = _rows_at_once(*ids.shape)
     batches = [_arguments(ids[start : start + rows]) for start in range(0, len(ids), rows)]
@@ -137,7 +141,7 @@ def calibrate(
         edits += stage.result.edits
         if stage.result.statistics:
             spill = Spill(folder / f"{number:02d}", source)
-            run = StageRun(graph, stage, WeightPlan(edits), start, source, spill)
+            run = StageRun(graph, stage, WeightPlan(edits), start, source, spill, watch)
             what = f"{stage.step.name} on {ids.shape[0]} x {ids.shape[1]} tokens"
             with report.stage("calibrate", what, total=len(run.steps)) as progress:
                 run(batches, programs, progress)

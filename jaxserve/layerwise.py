@@ -24,7 +24,7 @@ from jaxserve.passes.graph import Graph
 from jaxserve.passes.pipeline import Stage
 from jaxserve.passes.segments import Part, Segments
 from jaxserve.passes.statistics import Statistic
-from jaxserve.passes.weights import Pull, Source, Value, WeightPlan, as_declared
+from jaxserve.passes.weights import Pull, Source, Value, Watch, WeightPlan, as_declared
 from jaxserve.reporting import StageProgress
 from jaxserve.spill import Spill
 
@@ -173,7 +173,16 @@ class StageRun:
     What it writes goes to `spill`, which then is the source of all parameters of the stage's graph.
     """
 
-    def __init__(self, before: Graph, stage: Stage, plan: WeightPlan, start: int, source: Source, spill: Spill):
+    def __init__(
+        self,
+        before: Graph,
+        stage: Stage,
+        plan: WeightPlan,
+        start: int,
+        source: Source,
+        spill: Spill,
+        watch: Watch | None = None,
+    ):
         if before.of_kind("cache"):
             raise UserError(f"{stage.step.name} reads statistics, so it goes before insert-paged-kv")
         self.steps = plan_steps(before, stage, plan)
@@ -182,7 +191,7 @@ class StageRun:
         self._known = _WithStatistics(source)
         wanted = [(path, start) for step in self.steps if step.before for path in step.before.part.params]
         wanted += [(path, self._end) for step in self.steps for path in step.written]
-        self._pull = Pull(plan, self._known, wanted)
+        self._pull = Pull(plan, self._known, wanted, watch)
 
     def __call__(
         self, batches: Sequence[Mapping[str, np.ndarray]], programs: Programs, progress: StageProgress

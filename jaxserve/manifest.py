@@ -62,6 +62,19 @@ class PassRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrationRecord:
+    """On what text the passes were calibrated: its name and hash, and how many rows of how many tokens of it."""
+
+    text: str
+    sha256: str
+    sequences: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.sequences} sequences of {self.length} tokens of {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheGroup:
     """Layers whose KV cache has the same geometry and shares one block table.
 
@@ -132,6 +145,7 @@ class Manifest:
     limits: StaticLimits
     pass_spec: str
     passes: tuple[PassRecord, ...] = ()
+    calibration: CalibrationRecord | None = None
     params: tuple[ArraySpec, ...]
     caches: tuple[ArraySpec, ...]
     state: tuple[ArraySpec, ...] = ()

@@ -33,6 +33,10 @@ class WeightEdit:
     function: Callable[..., tuple[Value, ...]]
 
 
+# Is told of every edit that runs: what it read and what it wrote.
+Watch = Callable[[WeightEdit, Sequence[Value], Sequence[Value]], None]
+
+
 class Source(Protocol):
     """Where original parameters come from: `models.checkpoint.Checkpoint`, or a dict in a test."""
 
@@ -49,13 +53,13 @@ class WeightPlan:
             for path in edit.writes:
                 self._writers.setdefault(path, []).append(index)
 
-    def materialize(self, graph: Graph, source: Source) -> Iterator[tuple[str, np.ndarray]]:
+    def materialize(self, graph: Graph, source: Source, watch: Watch | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (path, array) for every parameter of `graph`, in its order, in the dtype the graph asks for.
 
         Raises ValueError when a value does not have the shape that the graph declares.
         """
         params, count = graph.of_kind("param"), len(self.edits)
-        pull = Pull(self, source, [(entry.path, count) for entry in params])
+        pull = Pull(self, source, [(entry.path, count) for entry in params], watch)
         for entry in params:
             yield entry.path, as_declared(pull.take(entry.path, count), entry)
 
@@ -95,8 +99,8 @@ class Pull:
     as it will be taken. A result is held until the last who wants it, another edit maybe, has it.
     """
 
-    def __init__(self, plan: WeightPlan, source: Source, wanted: Iterable[tuple[str, int]]):
-        self._plan, self._source = plan, source
+    def __init__(self, plan: WeightPlan, source: Source, wanted: Iterable[tuple[str, int]], watch: Watch | None = None):
+        self._plan, self._source, self._watch = plan, source, watch
         self._uses: dict[tuple[int, str], int] = {}
         self._held: dict[tuple[int, str], Value] = {}
         stack, known = list(wanted), set[int]()
@@ -122,7 +126,10 @@ class Pull:
 
     def _run(self, index: int) -> None:
         edit = self._plan.edits[index]
-        results = edit.function(*(self.take(path, index) for path in edit.reads))
+        reads = [self.take(path, index) for path in edit.reads]
+        results = edit.function(*reads)
+        if self._watch is not None:
+            self._watch(edit, reads, results)
         for path, value in zip(edit.writes, results, strict=True):
             if self._uses.get((index, path)):
                 self._held[index, path] = value

@@ -240,7 +240,7 @@ class Letters:
 
 
 def read(options: CalibrationOptions):
-    return read_calibration(options, Letters())  # pyright: ignore[reportArgumentType]
+    return read_calibration(options, Letters(), 1000)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_file_is_cut_into_rows(tmp_path: pathlib.Path):
@@ -248,15 +248,15 @@ def test_a_file_is_cut_into_rows(tmp_path: pathlib.Path):
     file.write_text("abcdefghij")
     text = read(CalibrationOptions(file, sequences=3, length=3))
     assert bytes(text.ids.reshape(-1).tolist()) == b"abcdefghi" and text.ids.shape == (3, 3)
-    assert text.ids.dtype == np.int32 and str(text) == "3 sequences of 3 tokens of text.txt"
-    assert text.sha256 == "72399361da6a7754fec986dca5b7cbaf1c810a28ded4abaf56b2106d06cb78b0"
+    assert text.ids.dtype == np.int32 and str(text.record) == "3 sequences of 3 tokens of text.txt"
+    assert text.record.sha256 == "72399361da6a7754fec986dca5b7cbaf1c810a28ded4abaf56b2106d06cb78b0"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"abcdefgh", r"calibration text .*text\.txt: it has 8 tokens, which is less than 3 sequences of 3"),
-        (b"", "it has 0 tokens"),
+        (b"abcdefgh", r"--calibration: text\.txt has 8 tokens, less than 3 sequences of 3"),
+        (b"", "has 0 tokens"),
         (b"abc\xff", "is not UTF-8 at byte 3"),
         (None, "No such file or directory"),
     ],
@@ -271,8 +271,13 @@ def test_texts_that_will_not_do(tmp_path: pathlib.Path, content, message):
 
 @pytest.mark.parametrize("sizes", [{"sequences": 0}, {"length": 0}, {"sequences": -4}])
 def test_sizes_that_will_not_do(sizes):
-    with pytest.raises(UserError, match="at least 1"):
+    with pytest.raises(UserError, match="is not at least 1"):
         CalibrationOptions(**sizes)
+
+
+def test_a_row_is_no_longer_than_the_model_can_be():
+    with pytest.raises(UserError, match="--calibration-length 1001 is more than 1000, the model's own limit"):
+        read(CalibrationOptions(length=1001))
 
 
 def test_nothing_is_calibrated_for_plain_recipes(model):

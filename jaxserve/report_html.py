@@ -170,13 +170,13 @@ def _method(stages: Sequence[Stage], path: str, form: QuantFormat | None) -> str
 def _facts(manifest: Manifest, calibration: str) -> list[tuple[str, str]]:
     sizes, limits = manifest.sizes, manifest.limits
     per_token = sum(group.bytes_per_token for group in manifest.cache_groups)
-    caches = sorted({spec.dtype for spec in manifest.caches})
+    kinds = ", ".join(dict.fromkeys(group.format or "unknown" for group in manifest.cache_groups))
     return [
         ("model", f"{manifest.model.name} ({manifest.model.family}), from {manifest.model.origin}"),
         ("recipe", f"{manifest.recipe}, activations {manifest.activations}, target {manifest.target}"),
         ("pipeline", manifest.pass_spec),
         ("weights", f"{_megabytes(sizes.checkpoint_bytes)} in the checkpoint, {_megabytes(sizes.weight_bytes)} here"),
-        ("KV cache", f"{per_token} bytes a token ({', '.join(caches)}), room for {limits.kv_tokens} tokens"),
+        ("KV cache", f"{per_token} bytes a token ({kinds}), room for {limits.kv_tokens} tokens"),
         ("calibration", calibration or "none"),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
     ]

@@ -275,6 +275,14 @@ def test_sizes_that_will_not_do(sizes):
         CalibrationOptions(**sizes)
 
 
+def test_the_built_in_sample_gives_what_it_has():
+    text = read(CalibrationOptions(sequences=3, length=20))
+    assert bytes(text.ids.reshape(-1).tolist()).startswith(b"The Harbour Clock") and text.complete
+    assert text.record.text == "built-in sample"
+    text = read(CalibrationOptions(sequences=64, length=1000))
+    assert 20 < len(text.ids) == text.record.sequences < 64 and not text.complete
+
+
 def test_a_row_is_no_longer_than_the_model_can_be():
     with pytest.raises(UserError, match="--calibration-length 1001 is more than 1000, the model's own limit"):
         read(CalibrationOptions(length=1001))

@@ -84,7 +84,7 @@ def render(data: ReportData) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"percent": percent, "megabytes": _megabytes}
+    environment.filters |= {"percent": percent, "bytes": _bytes}
     template = environment.from_string(TEMPLATE)
     return template.render(
         data=data, charts=_charts(data.weights), measured=any(_measured(row) for row in data.weights)
@@ -175,15 +175,15 @@ def _facts(manifest: Manifest, calibration: str) -> list[tuple[str, str]]:
         ("model", f"{manifest.model.name} ({manifest.model.family}), from {manifest.model.origin}"),
         ("recipe", f"{manifest.recipe}, activations {manifest.activations}, target {manifest.target}"),
         ("pipeline", manifest.pass_spec),
-        ("weights", f"{_megabytes(sizes.checkpoint_bytes)} in the checkpoint, {_megabytes(sizes.weight_bytes)} here"),
+        ("weights", f"{_bytes(sizes.checkpoint_bytes)} in the checkpoint, {_bytes(sizes.weight_bytes)} here"),
         ("KV cache", f"{per_token} bytes a token ({kinds}), room for {limits.kv_tokens} tokens"),
         ("calibration", calibration or "none"),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
     ]
 
 
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:.3g} MB"
+def _bytes(size: float) -> str:
+    return f"{size / 1e6:.3g} MB" if size >= 1e6 else f"{size / 1e3:.3g} kB"
 
 
 def _measured(row: WeightRow) -> bool:
@@ -194,7 +194,7 @@ def _charts(rows: Sequence[WeightRow]) -> list[str]:
     """Where the bytes are; and, for each kind of weight that was measured, its error by layer."""
     kinds = dict.fromkeys(row.kind for row in rows)
     sizes = [(kind, float(sum(row.nbytes for row in rows if row.kind == kind))) for kind in kinds]
-    charts = [bar_chart("Bytes of the weights", sizes, text=_megabytes)]
+    charts = [bar_chart("Bytes of the weights", sizes, text=_bytes)]
     for kind in kinds:
         found = [row for row in rows if row.kind == kind and row.layer is not None and _measured(row)]
         if found:
@@ -235,6 +235,7 @@ thead th { position: sticky; top: 0; background: var(--head) }
 .scroll { overflow-x: auto }
 code { font: 12px ui-monospace, monospace; overflow-wrap: anywhere }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem }
+.charts > div { max-width: 720px }
 </style>
 </head>
 <body>
@@ -265,7 +266,7 @@ artifact.</p>
 {% for row in data.weights %}
 <tr><td>{{ "" if row.layer is none else row.layer }}</td><td>{{ row.kind }}</td>
 <td class="n">{{ row.shape | join(" × ") }}</td><td>{{ row.form }}</td>
-<td class="n">{{ "%.2f" | format(row.bits) }}</td><td class="n">{{ row.nbytes | megabytes }}</td>
+<td class="n">{{ "%.2f" | format(row.bits) }}</td><td class="n">{{ row.nbytes | bytes }}</td>
 <td>{{ row.method }}</td><td>{{ row.notes("fold-scales", "smooth") }}</td>
 {% if measured %}
 <td class="n">{{ "–" if row.error.before is none else row.error.before | percent }}</td>

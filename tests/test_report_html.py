@@ -109,7 +109,7 @@ def test_the_page_has_the_rows_and_stands_alone(result, tmp_path, measured):
     assert page.open == []
     cells = [[cell.strip() for cell in row] for row in page.rows]
     qkv = next(row for row in cells if row[:2] == ["1", "self_attn/qkv_proj"])
-    assert qkv[2:7] == ["128 × 64", "int4 g32 none f16", "4.50", "0.00461 MB", "rtn"]
+    assert qkv[2:7] == ["128 × 64", "int4 g32 none f16", "4.50", "4.61 kB", "rtn"]
     assert ("25%" in qkv and "12.5%" in qkv) == measured
     if measured:
         unmeasured = next(row for row in cells if row[:2] == ["0", "self_attn/qkv_proj"])

@@ -15,7 +15,7 @@ import jax
 from jaxserve import artifact as artifacts
 from jaxserve.artifact import ArtifactWriter
 from jaxserve.errors import UserError
-from jaxserve.final_weights import FinalWeights, check_calibration, write_weights
+from jaxserve.final_weights import FinalWeights, calibration_text, check_calibration, write_weights
 from jaxserve.lowering import specs_of
 from jaxserve.manifest import (
     CacheGroup,
@@ -70,11 +70,11 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
         plan = make_plan(options, checkpoint, min(checkpoint.config.vocab, tokenizer.vocab_size))
         _need_paged_kv(plan.passes)
         result = _run_reference(plan, options, report, writer)
-        check_calibration(options.calibration, result)
+        text = calibration_text(options.calibration, result, tokenizer, checkpoint.config.max_positions)
         if options.verify:
             with report.stage("verify", "two-layer model through the paged cache") as stage:
                 stage.done(f"logits moved by {check_shrunk(plan.checkpoint.config, plan.passes):.1e}")
-        made = write_weights(plan, result, options.calibration, tokenizer, writer, report)
+        made = write_weights(plan, result, text, writer, report)
         programs = build_programs(plan, made.params, writer, report)
         manifest = _manifest(options, plan, result, made, programs)
         write_report(

@@ -11,7 +11,14 @@ import numpy as np
 
 from jaxserve import artifact as artifacts
 from jaxserve.artifact import ArtifactWriter
-from jaxserve.calibration import CalibrationOptions, Weights, calibrate, is_calibrated, read_calibration
+from jaxserve.calibration import (
+    CalibrationOptions,
+    CalibrationText,
+    Weights,
+    calibrate,
+    is_calibrated,
+    read_calibration,
+)
 from jaxserve.error_meter import ErrorMeter, OutputError
 from jaxserve.errors import UserError
 from jaxserve.manifest import ArraySpec, CalibrationRecord
@@ -44,24 +51,26 @@ def check_calibration(asked: CalibrationOptions | None, result: PipelineResult) 
         raise UserError(f"--calibration: no pass of this pipeline looks at activations ({names}); leave it out")
 
 
+def calibration_text(
+    asked: CalibrationOptions | None, result: PipelineResult, tokenizer: Tokenizer, longest: int
+) -> CalibrationText | None:
+    """The text that the pipeline is calibrated on, None for one that needs none; UserError when it will not do."""
+    check_calibration(asked, result)
+    return read_calibration(asked or CalibrationOptions(), tokenizer, longest) if is_calibrated(result.stages) else None
+
+
 def write_weights(
     plan: Plan,
     result: PipelineResult,
-    asked: CalibrationOptions | None,
-    tokenizer: Tokenizer,
+    text: CalibrationText | None,
     writer: ArtifactWriter,
     report: Reporter,
 ) -> FinalWeights:
-    """Writes the parameters of `result`'s graph into the artifact.
-
-    Raises UserError when the pipeline needs a calibration and the text or its size will not do.
-    """
-    start, meter, record = time.perf_counter(), ErrorMeter(result), None
+    """Writes the parameters of `result`'s graph into the artifact, calibrated on `text` if it is given."""
+    start, meter = time.perf_counter(), ErrorMeter(result)
     weights, scratch = Weights(plan.checkpoint, result.edits), writer.path("calibration")
-    if is_calibrated(result.stages):
-        text = read_calibration(asked or CalibrationOptions(), tokenizer, plan.checkpoint.config.max_positions)
-        record = text.record
-        report.note(f"calibrating on {record}{'' if text.complete else ', which holds no more'}")
+    if text is not None:
+        report.note(f"calibrating on {text.record}{'' if text.complete else ', which holds no more'}")
         weights = calibrate(
             lambda tokens: plan.trace(tokens, tokens), plan.passes, plan.checkpoint, text.ids, scratch, report, meter
         )
@@ -69,7 +78,7 @@ def write_weights(
     with report.stage("weights", f"{count} arrays", total=count) as stage:
         arrays = stage.each(weights.plan.materialize(result.graph, weights.source, meter))
         params = save_weights(writer.path(artifacts.WEIGHTS), arrays)
-        final = FinalWeights(params, record, seconds if record else 0.0, meter.errors())
+        final = FinalWeights(params, text.record if text else None, seconds if text else 0.0, meter.errors())
         stage.done(f"{final.nbytes / 1e6:.1f} MB in {count} arrays")
     shutil.rmtree(scratch, ignore_errors=True)
     return final

@@ -205,8 +205,7 @@ class StageRun:
             for path in step.dropped:
                 del self._known.values[path]
             if step.after is not None:
-                params = _load(self._after, step.after, self._spill.read_native)
-                _stream(step.after, params, values, programs)
+                _stream(step.after, _load(self._after, step.after, self._spill.read_native), values, programs)
             for batch in values:
                 for var in batch.keys() - step.needed:
                     if self._before.input_of(var) is None:

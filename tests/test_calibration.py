@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve import layerwise
-from jaxserve._compat import vars_of
+from jaxserve._compat import Var, vars_of
 from jaxserve.calibration import CalibrationOptions, is_calibrated, read_calibration
 from jaxserve.errors import UserError
 from jaxserve.passes.graph import Graph, Output
@@ -18,7 +18,7 @@ from jaxserve.passes.pipeline import Context, PassResult, run_pipeline
 from jaxserve.passes.recipes import RECIPES, parse_spec
 from jaxserve.passes.rewrite import Rewriter
 from jaxserve.passes.statistics import Statistic, StatisticKind
-from jaxserve.passes.weights import ValueSource, WeightEdit
+from jaxserve.passes.weights import ValueSource, WeightEdit, WeightPlan
 from tests.calibration_support import DENSE, Model, Shrink, Watch, calibrated, lay_out, shrink
 from tests.passes.helpers import tiny
 
@@ -173,6 +173,53 @@ def test_memory_holds_one_layer(ids, tmp_path):
     files = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     large = [value for path, value in final.items() if path.startswith("layers_") and value.nbytes >= 1 << 16]
     assert files == sum(value.nbytes for value in large) > 0
+
+
+def test_a_tied_embedding_is_changed_once_for_both_of_its_readers(ids, tmp_path):
+    """Quantized before a calibrated pass and read by the first segment and the last; so are codes of a layer."""
+    tied = Model(dataclasses.replace(tiny(layers=2), tied=True))
+    step = Shrink("absmean", targets="mlp")
+    passes = [*DENSE, *parse_spec("quantize-matmul{rules='embed|self_attn=w8a16'}"), step]
+    final = calibrated(tied, passes, ids, ValueSource(tied.weights), tmp_path)
+    plan = WeightPlan(lay_out(tied, passes[:-1]).edits)
+    plain = dict(plan.materialize(lay_out(tied, passes[:-1]).graph, ValueSource(tied.weights)))
+    assert final.keys() == plain.keys() and "embed_tokens/embedding/codes" in final
+    for path, value in final.items():
+        assert np.array_equal(value, plain[path]) == ("mlp" not in path), path
+    dequantized = {path: value for path, value in tied.weights.items()}
+    for path in [path for path in dequantized if f"{path}/codes" in final]:
+        dequantized[path] = (final[f"{path}/codes"] * final[f"{path}/scale"]).astype(np.float32)
+    want = activations(tied, dequantized, ids)["layers_0/mlp/up_proj/kernel"]
+    np.testing.assert_allclose(step.seen["layers_0/mlp/up_proj/kernel"], direct("absmean", want), rtol=1e-4)
+
+
+class OfTheResidual(Shrink):
+    """Shrinks layer 1's down_proj by what layer 0 hands on."""
+
+    def run(self, graph: Graph, context: Context):
+        result = super().run(graph, context)
+        (norm,) = graph.users(graph.var("layers_1/input_layernorm/scale"))
+        residual, path = norm.invars[0], "stats/absmean/residual"
+        assert isinstance(residual, Var)
+        edits = [
+            dataclasses.replace(edit, reads=(edit.reads[0], path) if "layers_1" in edit.writes[0] else edit.reads)
+            for edit in result.edits
+        ]
+        statistics = (Statistic(path, residual, "absmean"), *result.statistics)
+        return dataclasses.replace(result, edits=tuple(edits), statistics=statistics)
+
+
+def test_a_statistic_of_what_an_earlier_layer_hands_on(ids, tmp_path):
+    """It is of the changed layer: the weight that asks for it is the next layer's."""
+    found = []
+    for keeps, folder in ((False, "changes"), (True, "keeps")):
+        model = Model(tiny(layers=2))
+        kind = type("Kind", (OfTheResidual,), {"keeps_numbers": keeps})
+        step = kind("absmean", targets="down_proj", edit=shrink if not keeps else (lambda weight, statistic: weight))
+        calibrated(model, [*DENSE, step], ids, ValueSource(model.weights), tmp_path / folder)
+        found.append(step.seen["layers_1/mlp/down_proj/kernel"])
+        assert found[-1].shape == (model.config.width,)
+    assert not np.allclose(found[0], found[1], rtol=1e-3)
 
 
 # ---- what cannot be done

@@ -169,3 +169,5 @@ def _problems(rewriter: Rewriter, eqns: Sequence[JaxprEqn], entries: Sequence[In
     forms = {str(entry.stored) for entry in parts if entry.stored} | {"dense" for entry in parts if not entry.stored}
     if len(forms) != 1:
         yield f"the checkpoint stores them in different forms ({', '.join(sorted(forms))}), which stacking would lose"
+    if any(entry.stored and entry.stored.ordered for entry in parts):
+        yield "the checkpoint stores each with an input order of its own, which stacking would lose"

@@ -15,23 +15,33 @@ from jaxserve.pallas_kernels.quantized_matmul.format import QuantFormat
 def dequantize(arrays: tuple[Any, ...], format: QuantFormat, inputs: int, dtype: DTypeLike) -> Any:
     """Rows of a quantized weight as `dtype` [..., I]; arrays in the order of `format.fields`, codes [..., I or I/2]."""
     fields = dict(zip(format.fields, arrays, strict=True))
+    weight = _stored_rows(fields, format, inputs).astype(dtype)
+    return weight[..., jnp.argsort(fields["order"])] if format.ordered else weight
+
+
+def _codes(fields: dict[str, Any], format: QuantFormat, inputs: int) -> Any:
+    """Codes, one an element: int8, uint8 or float8_e4m3fn [..., I]."""
     codes = fields["codes"]
-    if format.bits == 4:
-        codes = jnp.stack([codes & 0x0F, codes >> 4], axis=-1).reshape(*codes.shape[:-1], inputs)
-        codes = codes.astype(jnp.int8)
-        codes = (codes ^ 8) - 8 if format.signed else codes
+    if not format.packed:
+        return codes
+    codes = jnp.stack([codes & 0x0F, codes >> 4], axis=-1).reshape(*codes.shape[:-1], inputs).astype(jnp.int8)
+    return (codes ^ 8) - 8 if format.signed else codes
+
+
+def _stored_rows(fields: dict[str, Any], format: QuantFormat, inputs: int) -> Any:
+    """Rows of the weight in float32, their inputs in the order in which they are stored."""
     size = format.group_size(inputs)
 
     def spread(name: str) -> Any:
         return jnp.repeat(fields[name].astype(jnp.float32), size, axis=-1)[..., :inputs]
 
-    weight = codes.astype(jnp.float32)
+    weight = _codes(fields, format, inputs).astype(jnp.float32)
     if format.offset == "zero":
         weight = weight - spread("zero")
     weight = weight * spread("scale")
     if format.offset == "minimum":
         weight = weight + spread("minimum")
-    return weight.astype(dtype)
+    return weight * fields[format.level2].astype(jnp.float32) if format.level2 else weight
 
 
 def match_fields(axes: Axes, arrays: tuple[Any, ...], format: QuantFormat, shape: tuple[int, int]) -> None:
@@ -59,12 +69,15 @@ def reference(x: Any, *arrays: Any, format: QuantFormat, shape: tuple[int, int],
     use and hold all of them."""
     outputs, inputs = shape
     rows = min(outputs, max(1, _BLOCK // inputs))
+    fields = dict(zip(format.fields, arrays, strict=True))
     wide = x.astype(jnp.float32)
+    if format.ordered:
+        wide = wide[..., fields.pop("order")]
 
     def block(index: Any, y: Any) -> Any:
         start = jnp.minimum(index * rows, outputs - rows)  # the last block may compute rows again, to the same numbers
-        part = tuple(jax.lax.dynamic_slice_in_dim(array, start, rows) for array in arrays)
-        product = dense_reference(wide, dequantize(part, format, inputs, jnp.float32), out_dtype=out_dtype)
+        part = {name: jax.lax.dynamic_slice_in_dim(array, start, rows) for name, array in fields.items()}
+        product = dense_reference(wide, _stored_rows(part, format, inputs), out_dtype=out_dtype)
         return jax.lax.dynamic_update_slice_in_dim(y, product, start, axis=y.ndim - 1)
 
     y = jnp.zeros((*x.shape[:-1], outputs), out_dtype)

@@ -4,6 +4,7 @@ resolve -> trace -> passes (verified) -> weights -> programs (exported, compiled
 """
 
 import importlib.metadata
+import itertools
 import math
 import pathlib
 import time
@@ -141,12 +142,12 @@ def _run_reference(
         stage.done(f"{len(graph.eqns)} equations, {len(graph.of_kind('param'))} parameters")
     numbers = NumberCheck() if options.verify else None
     _emit_ir(options, report, writer, 0, "trace", graph)
+    order = itertools.count(1)
 
     def after(before: Graph, ran: Stage) -> None:
         report.ran_pass(ran, explain=options.explain)
         Verifier(numbers)(before, ran)
-        index = 1 + [str(step) for step in plan.passes].index(str(ran.step))
-        _emit_ir(options, report, writer, index, ran.step.name, ran.result.graph)
+        _emit_ir(options, report, writer, next(order), ran.step.name, ran.result.graph)
 
     result = run_pipeline(graph, plan.passes, plan.context(bucket), [after])
     if numbers is not None:

@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a Hugging Face folder, a .gguf file, a sample's name, or a Hub id ORG/NAME")
     parser.add_argument("-o", "--output", type=pathlib.Path, help="folder of the artifact")
     parser.add_argument(
-        "--recipe", help="f32, bf16, w8a16, w4a16 or native (default: native for a quantized GGUF, else bf16)"
+        "--recipe",
+        help="how to quantize: `jaxserve passes` lists them (default: native for a quantized GGUF, else bf16)",
     )
     parser.add_argument("--activations", choices=("f32", "bf16"), help="dtype of activations (default: the recipe's)")
     parser.add_argument(

@@ -83,6 +83,12 @@ class QuantFormat:
         return self.bits <= 4
 
     @property
+    def whole(self) -> bool:
+        """Whether a weight is int8 integers times one number an output (less a multiple of another, for a zero point),
+        so that its products with integers can be summed exactly."""
+        return self.level2 == "channel" or (self.group is None and self.element == "int" and self.offset != "minimum")
+
+    @property
     def code_range(self) -> tuple[int, int]:
         """Smallest and largest code."""
         if self.element == "e4m3":

@@ -63,13 +63,30 @@ def ragged_attention(q, keys, values, query_starts, scale, window=None, softcap=
 def dequantize(codes, fields, offset: str, group: int) -> np.ndarray:
     out = np.zeros(codes.shape)
     for o in range(codes.shape[0]):
-        for i in range(codes.shape[1]):
-            scale = float(fields["scale"][o, i // group])
-            code = float(codes[o, i])
+        for k in range(codes.shape[1]):
+            scale = float(fields["scale"][o, k // group])
+            code = float(codes[o, k])
             if offset == "zero":
-                code -= float(fields["zero"][o, i // group])
-            out[o, i] = scale * code + (float(fields["minimum"][o, i // group]) if offset == "minimum" else 0.0)
+                code -= float(fields["zero"][o, k // group])
+            w = scale * code + (float(fields["minimum"][o, k // group]) if offset == "minimum" else 0.0)
+            if "channel" in fields:
+                w *= float(fields["channel"][o, 0])
+            out[o, fields["order"][k] if "order" in fields else k] = w
     return out
+
+
+def quantize_activation(x: np.ndarray, form: str, static: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of activations x [..., I] in int8 or e4m3, as float64."""
+    codes, scales = np.zeros(x.shape), np.zeros((*x.shape[:-1], 1))
+    largest = 448 if form == "e4m3" else 127
+    for row in np.ndindex(*x.shape[:-1]):
+        scales[row] = np.float32(static or np.abs(x[row]).max() / largest)
+        for i, number in enumerate(x[row]):
+            steps = min(max(number / (scales[row][0] or 1.0), -largest), largest)
+            codes[(*row, i)] = (
+                float(np.float32(steps).astype(ml_dtypes.float8_e4m3fn)) if form == "e4m3" else round(steps)
+            )
+    return codes, scales
 
 
 def quantize_kv(x: np.ndarray, form: str) -> tuple[np.ndarray, ...]:

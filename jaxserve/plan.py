@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxserve.calibration import CalibrationOptions
 from jaxserve.errors import UserError
-from jaxserve.lowering import trace_model
+from jaxserve.lowering import stored_forms, trace_model
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
@@ -71,8 +71,7 @@ class Plan:
 
     def trace(self, tokens: int, rows: int) -> Graph:
         """The model's graph before any pass, for T tokens and R rows of logits."""
-        stored = {path: spec.format for path, spec in self.checkpoint.specs().items()}
-        return trace_model(self.checkpoint.config, tokens, rows, stored)
+        return trace_model(self.checkpoint.config, tokens, rows, stored_forms(self.checkpoint))
 
     def context(self, bucket: Bucket) -> Context:
         return Context(KvGeometry(self.limits.num_pages, self.limits.pages_per_seq, bucket.seqs))

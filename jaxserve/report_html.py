@@ -162,7 +162,7 @@ def _method(stages: Sequence[Stage], path: str, form: QuantFormat | None) -> str
     for index, stage in enumerate(stages):
         if any(f"{path}/codes" in edit.writes for edit in stage.result.edits):
             before = stages[index - 1].result.graph.of_kind("param") if index else ()
-            kept = any(entry.path == path and entry.stored == form for entry in before)
+            kept = any(entry.path == path and entry.stored and entry.stored.format == form for entry in before)
             return "as stored" if kept else str(getattr(stage.step, "method", ""))
     return ""
 

@@ -18,7 +18,7 @@ from jaxserve.calibration import (
     open_tokenizer,
     read_calibration,
 )
-from jaxserve.lowering import graph_forward, specs_of, trace_model
+from jaxserve.lowering import graph_forward, specs_of, stored_forms, trace_model
 from jaxserve.models.resolve import resolve
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
@@ -64,8 +64,7 @@ def rewritten_model(
     pages = math.ceil(tokens / page)
 
     def trace(count: int) -> Graph:
-        stored = {path: spec.format for path, spec in checkpoint.specs().items()}
-        return trace_model(checkpoint.config, count, count, stored)
+        return trace_model(checkpoint.config, count, count, stored_forms(checkpoint))
 
     result = run_pipeline(trace(tokens), steps, Context(KvGeometry(pages, pages, 1)), [Verifier()])
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:

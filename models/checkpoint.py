@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.models.config import Fields, ModelConfig
 from jaxserve.models.errors import CheckpointError
-from jaxserve.models.family import Sources, param_specs
+from jaxserve.models.family import Source, Sources, param_specs
 from jaxserve.models.registry import make_module
 from jaxserve.models.store import StoredTensor, TensorStore
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor
@@ -66,13 +66,14 @@ class GenerationDefaults:
 class TensorSpec:
     """A parameter as it can be read: shape, dtype of `read`, the quantized form nearest to how it is stored, if it is
     quantized, and what the file calls its type (`BF16`, `Q4_K`). `exact` says that this form holds it bit for bit, and
-    that `read_native` gives it."""
+    that `read_native` gives it; `activation` what its activations are to be quantized to (see `quantized_matmul`)."""
 
     shape: tuple[int, ...]
     dtype: str
     format: QuantFormat | None
     stored: str
     exact: bool = True
+    activation: str | None = None
 
 
 class Checkpoint(abc.ABC):
@@ -97,8 +98,9 @@ class Checkpoint(abc.ABC):
         self.origin = origin
         self.generation = generation
         self._store = store
-        self._sources = sources
         self._specs = check_tensors(config, store.tensors, sources, origin)
+        sources = {**sources, **_input_scales(self._specs, sources)}
+        self._sources = sources
         self.native = any(spec.format is not None and spec.exact for spec in self._specs.values())
         used = {source.name for source in sources.values()}
         self.stored_bytes = sum(store.tensors[name].nbytes for name in used)
@@ -136,7 +138,11 @@ class Checkpoint(abc.ABC):
 
     def read_native(self, path: str) -> QuantizedTensor | np.ndarray:
         """One parameter in the quantized form it is stored in, bit for bit, where `specs()` gives an exact format;
-        else as `read`."""
+        else as `read`.
+
+        PATH/input_scale is the static scale, float32 [], of what the weight at PATH multiplies, where its activation is
+        `int8-static`.
+        """
         source = self._sources[path]
         tensor = self._store.read_native(source.name)
         order = source.row_order(tensor.shape[0])
@@ -147,6 +153,15 @@ class Checkpoint(abc.ABC):
     @abc.abstractmethod
     def write_tokenizer(self, folder: Path) -> None:
         """Write the checkpoint's tokenizer and chat template into a folder that exists."""
+
+
+def _input_scales(specs: Mapping[str, TensorSpec], sources: Sources) -> Sources:
+    """Where the static scales of activations are."""
+    return {
+        f"{path}/input_scale": Source(f"{sources[path].name.removesuffix('weight')}input_scale")
+        for path, spec in specs.items()
+        if spec.activation == "int8-static"
+    }
 
 
 def check_tensors(
@@ -171,5 +186,7 @@ def check_tensors(
             raise CheckpointError(
                 f"{stored.file}: tensor '{name}' is stored as {stored.stored}, which is not supported"
             )
-        specs[path] = TensorSpec(stored.shape, stored.dtype, stored.format, stored.stored, stored.exact)
+        specs[path] = TensorSpec(
+            stored.shape, stored.dtype, stored.format, stored.stored, stored.exact, stored.activation
+        )
     return specs

@@ -9,6 +9,7 @@ import numpy as np
 from jaxserve.models.config import Fields
 from jaxserve.models.packed import (
     FLOAT_SCALES,
+    INPUT_SCALE,
     Described,
     Layout,
     Parts,
@@ -62,7 +63,7 @@ class Weights:
             fields.fail("group_size", f"is {group}; strategy 'group' needs a number of inputs")
         return cls(ELEMENTS[kind], bits, strategy, group if strategy == "group" else None, symmetric)
 
-    def describe(self, parts: Parts, outputs: int, inputs: int) -> Described:
+    def describe(self, parts: Parts, outputs: int, inputs: int, activation: str | None) -> Described:
         """The weight [O, I] that these parts are; checks scales, zero points and order."""
         group = min(self.group or inputs, inputs)
         groups = -(-inputs // group)
@@ -71,6 +72,8 @@ class Weights:
         scale = parts.check("weight_scale", shape, why, *FLOAT_SCALES)
         if not self.symmetric:
             self._check_zeros(parts, shape, why)
+        if activation == "int8-static":
+            parts.check(INPUT_SCALE, (1,), "static activations", *FLOAT_SCALES)
         ordered = False
         if "weight_g_idx" in parts:
             parts.check("weight_g_idx", (inputs,), why, "I32", "I64")
@@ -83,7 +86,7 @@ class Weights:
             element=self.element,
             ordered=ordered,
         )
-        return Described((outputs, inputs), format)
+        return Described((outputs, inputs), format, activation)
 
     def _check_zeros(self, parts: Parts, shape: tuple[int, ...], why: str) -> None:
         """Packed along the outputs; int8 in plain layouts, and in packed ones before compressed-tensors 0.10."""
@@ -130,7 +133,14 @@ class PackQuantized:
     activation: str | None
     name: str = "pack-quantized"
     mark: str = "weight_packed"
-    parts: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    parts: tuple[str, ...] = (
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+        INPUT_SCALE,
+    )
 
     def describe(self, parts: Parts) -> Described:
         outputs, words = parts.matrix("weight_packed", "I32")
@@ -138,7 +148,7 @@ class PackQuantized:
         rows, inputs = map(int, parts.read("weight_shape"))
         if rows != outputs or inputs < 1 or words_for(inputs, self.weights.bits) != words:
             parts.fail("weight_packed", f"has shape [{outputs}, {words}]; weight_shape says [{rows}, {inputs}]")
-        return self.weights.describe(parts, outputs, inputs)
+        return self.weights.describe(parts, outputs, inputs, self.activation)
 
     def decode(self, parts: Parts, described: Described) -> QuantizedTensor:
         codes = unpack_words(parts.read("weight_packed"), self.weights.bits, described.shape[1])
@@ -153,12 +163,11 @@ class PlainQuantized:
     activation: str | None
     name: str
     mark: str = "weight_scale"
-    parts: tuple[str, ...] = ("weight", "weight_scale", "weight_zero_point", "input_scale")
+    parts: tuple[str, ...] = ("weight", "weight_scale", "weight_zero_point", INPUT_SCALE)
 
     def describe(self, parts: Parts) -> Described:
-        return self.weights.describe(
-            parts, *parts.matrix("weight", "I8" if self.weights.element == "int" else "F8_E4M3")
-        )
+        stored = "I8" if self.weights.element == "int" else "F8_E4M3"
+        return self.weights.describe(parts, *parts.matrix("weight", stored), self.activation)
 
     def decode(self, parts: Parts, described: Described) -> QuantizedTensor:
         codes = parts.read("weight")

@@ -16,6 +16,7 @@ from jaxserve.models.errors import CheckpointError
 from jaxserve.models.store import RawStore, StoredTensor
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor, pack_int4, unpack_int4
 
+INPUT_SCALE = "input_scale"
 FLOAT_SCALES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
@@ -77,10 +78,12 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What the parts of a layer are together: a weight of `shape` [O, I] kept in `format`."""
+    """What the parts of a layer are together: a weight of `shape` [O, I] kept in `format`, and what its activations are
+    to be quantized to, in the words of `quantized_matmul`."""
 
     shape: tuple[int, int]
     format: QuantFormat
+    activation: str | None = None
 
 
 class Layout(Protocol):
@@ -108,11 +111,15 @@ class Layout(Protocol):
 
 
 class PackedStore:
-    """A store that shows every quantized layer's tensors as the one weight they stand for, called `LAYER.weight`."""
+    """A store that shows every quantized layer's tensors as the one weight they stand for, called `LAYER.weight`.
+
+    The static scale of its activations, if it has one, remains a tensor of its own, `LAYER.input_scale`, float32 [].
+    """
 
     def __init__(self, store: RawStore, layout: Layout) -> None:
         self._store, self._layout = store, layout
         self._packed: dict[str, tuple[Parts, Described]] = {}
+        self._scales: dict[str, Parts] = {}
         tensors = dict(store.tensors)
         for name in store.tensors:
             layer, _, part = name.rpartition(".")
@@ -123,8 +130,17 @@ class PackedStore:
                 described = layout.describe(parts)
                 self._packed[f"{layer}.weight"] = parts, described
                 tensors[f"{layer}.weight"] = StoredTensor(
-                    described.shape, layout.name, "float32", described.format, parts.file, parts.nbytes
+                    described.shape,
+                    layout.name,
+                    "float32",
+                    described.format,
+                    parts.file,
+                    parts.nbytes,
+                    activation=described.activation,
                 )
+                if described.activation == "int8-static":
+                    self._scales[f"{layer}.{INPUT_SCALE}"] = parts
+                    tensors[f"{layer}.{INPUT_SCALE}"] = StoredTensor((), "F32", "float32", None, parts.file, 0)
         self.tensors: Mapping[str, StoredTensor] = tensors
 
     def read(self, name: str) -> np.ndarray:
@@ -134,9 +150,19 @@ class PackedStore:
 
     def read_native(self, name: str) -> QuantizedTensor | np.ndarray:
         """The quantized weight of a layer, bit for bit; anything else as `read`."""
+        if name in self._scales:
+            return input_scale(self._scales[name])
         if name not in self._packed:
             return self._store.read(name)
         return self._layout.decode(*self._packed[name])
+
+
+def input_scale(parts: Parts) -> np.ndarray:
+    """The static scale of a layer's activations, float32 []; CheckpointError if it is none."""
+    scale = parts.read(INPUT_SCALE).astype(np.float32).reshape(())
+    if not 0 < scale < np.inf:
+        parts.fail(INPUT_SCALE, f"is {scale}; a scale must be finite and greater than 0")
+    return scale
 
 
 def unpack_words(words: np.ndarray, bits: int, count: int) -> np.ndarray:

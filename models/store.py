@@ -13,7 +13,8 @@ from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor
 class StoredTensor:
     """A tensor as a file describes it: shape, what the file calls its type, the dtype that reading gives (None if we
     cannot read that type), the quantized form nearest to it (None if it is not quantized), the file's name, and the
-    bytes it takes there. `exact` says that this form holds it bit for bit, and that `read_native` gives it."""
+    bytes it takes there. `exact` says that this form holds it bit for bit, and that `read_native` gives it;
+    `activation` what a quantized weight's activations are to be quantized to, in the words of `quantized_matmul`."""
 
     shape: tuple[int, ...]
     stored: str
@@ -22,6 +23,7 @@ class StoredTensor:
     file: str
     nbytes: int
     exact: bool = True
+    activation: str | None = None
 
 
 class TensorStore(Protocol):

@@ -23,6 +23,38 @@ KINDS = ("param", "cache", "state", "arg")  # also the order in which a rewritte
 
 
 @dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a checkpoint keeps a quantized parameter.
+
+    `format` holds it bit for bit if `exact`, else it is the nearest there is. `name` is what the checkpoint calls the
+    form (`Q4_K`, `GPTQ`), empty if it does not matter. `activation` is what whatever the weight multiplies is to be
+    quantized to, in the words of `quantized_matmul`; the scale of `int8-static` is a parameter of its own, at
+    `input_scale_path`.
+    """
+
+    format: QuantFormat
+    name: str = ""
+    exact: bool = True
+    activation: str | None = None
+
+    def __str__(self) -> str:
+        activation = f", activations {self.activation}" if self.activation else ""
+        return f"{self.format}{'' if self.exact else ', rounded'}{activation}"
+
+    @property
+    def note(self) -> str:
+        """What keeping it in this form means, for people."""
+        if not self.exact:
+            return f"{self.name} requantized to {self.format}: no form holds it exactly"
+        return f"{self.name} kept exactly as {self}" if self.name else f"kept exactly as {self}"
+
+
+def input_scale_path(path: str) -> str:
+    """Where a checkpoint keeps the static scale of what the weight at `path` multiplies, float32 []."""
+    return f"{path}/input_scale"
+
+
+@dataclasses.dataclass(frozen=True)
 class Input:
     """One argument of a graph.
 
@@ -34,7 +66,7 @@ class Input:
     kind: Kind
     aval: jax.ShapeDtypeStruct
     axes: str = ""
-    stored: QuantFormat | None = None
+    stored: Stored | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _format_for(entry: Input, scheme: Scheme | None) -> QuantFormat | NoMatch:
         return NoMatch(entry.path, "a rule says skip: it stays dense")
     if scheme.text == "native" and entry.stored is None:
         return NoMatch(entry.path, "the checkpoint stores it in no quantized form that we keep: it stays dense")
-    target = entry.stored if scheme.format is None else scheme.format
+    target = entry.stored.format if scheme.format is None and entry.stored else scheme.format
     assert target is not None
     try:
         target.specs(*entry.aval.shape)

@@ -6,6 +6,7 @@ import pytest
 from jaxserve.errors import UserError
 from jaxserve.lowering import trace_model
 from jaxserve.pallas_kernels import QuantFormat, quantize_rtn
+from jaxserve.passes.graph import Stored
 from jaxserve.passes.pipeline import Context
 from jaxserve.passes.prune import Prune, smallest
 from jaxserve.passes.recipes import parse_spec
@@ -103,7 +104,7 @@ def test_a_weight_stored_in_blocks_is_pruned_dense():
     form = QuantFormat(4, 32, "minimum", "float16")
     tensor = quantize_rtn(np.random.default_rng(0).normal(size=(32, 32)).astype("float32"), form)
     graph = trace_model(tiny(width=32, heads=2, head_dim=16, mlp=32), 4, 2, {PATH: form})
-    assert next(entry for entry in graph.inputs if entry.path == PATH).stored == form
+    assert next(entry for entry in graph.inputs if entry.path == PATH).stored == Stored(form)
     for step in (*parse_spec(DENSE), Prune(method="magnitude", targets="o_proj")):
         result = step.run(graph, Context())
         graph = result.graph

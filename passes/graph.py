@@ -28,8 +28,8 @@ class Stored:
 
     `format` holds it bit for bit if `exact`, else it is the nearest there is. `name` is what the checkpoint calls the
     form (`Q4_K`, `GPTQ`), empty if it does not matter. `activation` is what whatever the weight multiplies is to be
-    quantized to, in the words of `quantized_matmul`; the scale of `int8-static` is a parameter of its own, at
-    `input_scale_path`.
+    quantized to, in the words of `quantized_matmul`. The scale of `int8-static` is the checkpoint's, too: no parameter
+    of the graph, but weight edits may read it at `input_scale_path`.
     """
 
     format: QuantFormat
@@ -94,6 +94,12 @@ class Graph:
     def donated(self) -> tuple[str, ...]:
         """Paths of the inputs whose buffers the outputs take over."""
         return tuple(output.replaces for output in self.outputs if output.replaces is not None)
+
+    @cached_property
+    def input_scales(self) -> frozenset[str]:
+        """Paths of the static scales that the checkpoint has beside its weights."""
+        forms = {entry.path: entry.stored for entry in self.inputs if entry.stored}
+        return frozenset(input_scale_path(path) for path, form in forms.items() if form.activation == "int8-static")
 
     @cached_property
     def _input_of_var(self) -> dict[Var, Input]:

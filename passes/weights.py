@@ -145,7 +145,7 @@ def as_declared(value: Value, entry: Input) -> np.ndarray:
     array = dense(value)
     if array.shape != entry.aval.shape:
         raise ValueError(f"{entry.path}: the edits give shape {array.shape}, the graph declares {entry.aval.shape}")
-    return np.ascontiguousarray(array.astype(entry.aval.dtype, copy=False))
+    return np.asarray(array.astype(entry.aval.dtype, copy=False), order="C")
 
 
 class ValueSource:

@@ -1,6 +1,7 @@
 """The numbers that a group of codes can stand for, and rounding to them: what every way to choose codes shares."""
 
 import dataclasses
+from functools import cached_property
 
 import numpy as np
 
@@ -43,30 +44,37 @@ class Grid:
         scale = np.maximum(np.rint((high - low) / largest), 1).astype(np.uint8)
         return Grid(format, {"scale": scale, "zero": _zero(low, scale, largest), "channel": channel})
 
+    @cached_property
+    def _wide(self) -> dict[str, np.ndarray]:
+        return {name: field.astype(np.float32) for name, field in self.fields.items()}
+
+    @cached_property
+    def _inverse(self) -> dict[str, np.ndarray]:
+        return {name: _inverse(field) for name, field in self.fields.items() if name in ("scale", "channel")}
+
     def nearest(self, weight: np.ndarray) -> np.ndarray:
         """The code nearest to each weight, as float32."""
-        smallest, largest = self.format.code_range
-        scale = self.fields["scale"]
-        if self.format.offset == "minimum":
-            weight = weight - _wide(self.fields["minimum"])
-        if self.format.level2:
-            weight = np.clip(weight * _inverse(self.fields["channel"]), -PROTECTED, PROTECTED)
-        codes = weight * _inverse(scale)
-        if self.format.element == "e4m3":
+        format, (smallest, largest) = self.format, self.format.code_range
+        if format.offset == "minimum":
+            weight = weight - self._wide["minimum"]
+        if format.level2:
+            weight = np.clip(weight * self._inverse[format.level2], -PROTECTED, PROTECTED)
+        codes = weight * self._inverse["scale"]
+        if format.element == "e4m3":
             return np.clip(codes, smallest, largest).astype(E4M3).astype(np.float32)
         np.rint(codes, out=codes)
-        if self.format.offset == "zero":
-            codes += self.fields["zero"]
-        return np.clip(codes, -largest if self.format.signed else smallest, largest, out=codes)
+        if format.offset == "zero":
+            codes += self._wide["zero"]
+        return np.clip(codes, -largest if format.signed else smallest, largest, out=codes)
 
     def values(self, codes: np.ndarray) -> np.ndarray:
         """What float32 codes stand for, in float32: the same numbers as `QuantizedTensor.dequantize`."""
         if self.format.offset == "zero":
-            codes = codes - _wide(self.fields["zero"])
-        values = codes * _wide(self.fields["scale"])
+            codes = codes - self._wide["zero"]
+        values = codes * self._wide["scale"]
         if self.format.offset == "minimum":
-            values += _wide(self.fields["minimum"])
-        return values * _wide(self.fields["channel"]) if self.format.level2 else values
+            values += self._wide["minimum"]
+        return values * self._wide[self.format.level2] if self.format.level2 else values
 
     def tensor(self, codes: np.ndarray, order: np.ndarray | None = None) -> QuantizedTensor:
         """The weight with float32 codes [O, I]; the grid's fields must be [O, G]."""
@@ -88,13 +96,9 @@ def stored_codes(codes: np.ndarray, format: QuantFormat) -> np.ndarray:
     return np.ascontiguousarray(codes.astype(format.specs(*codes.shape)["codes"][1]))
 
 
-def _wide(field: np.ndarray) -> np.ndarray:
-    return field.astype(np.float32)
-
-
 def _inverse(scale: np.ndarray) -> np.ndarray:
     """1 / scale in float32, and 0 for a scale of 0: its group is constant."""
-    wide = _wide(scale)
+    wide = scale.astype(np.float32)
     return np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide >= np.finfo(np.float32).tiny)
 
 

@@ -25,16 +25,22 @@ def split_groups(weight: np.ndarray, format: QuantFormat) -> np.ndarray:
     """A weight [O, I] as float32 groups [O, G, group].
 
     The last group may be shorter: its last value is repeated, which changes neither its extremes nor what is kept.
-    Raises ValueError if the weight is not two-dimensional, not finite or does not fit the format.
+    Raises ValueError as `check_weight` does.
     """
-    if weight.ndim != 2:
-        raise ValueError(f"only a weight [O, I] can be quantized, got shape {list(weight.shape)}")
+    check_weight(weight, format)
     outputs, inputs = weight.shape
     groups = format.specs(outputs, inputs)["scale"][0][1]
-    if not np.isfinite(weight).all():
-        raise ValueError("cannot quantize a weight that holds infinities or NaN")
     missing = groups * format.group_size(inputs) - inputs
     return np.pad(weight.astype(np.float32), ((0, 0), (0, missing)), mode="edge").reshape(outputs, groups, -1)
+
+
+def check_weight(weight: np.ndarray, format: QuantFormat) -> None:
+    """ValueError if the weight is not two-dimensional, not finite or does not fit the format."""
+    if weight.ndim != 2:
+        raise ValueError(f"only a weight [O, I] can be quantized, got shape {list(weight.shape)}")
+    format.specs(*weight.shape)
+    if not np.isfinite(weight).all():
+        raise ValueError("cannot quantize a weight that holds infinities or NaN")
 
 
 def round_to(grid: Grid, grouped: np.ndarray, inputs: int) -> QuantizedTensor:

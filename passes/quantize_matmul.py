@@ -117,8 +117,10 @@ class QuantizeMatmul(Pass):
         """The target with this pass's method, or rounded to nearest where the method has nothing to go by."""
         inputs, format = entry.aval.shape[1], target.format
         notes = []
-        if entry.stored is not None and entry.stored.format == format and entry.stored.exact:
-            return dataclasses.replace(target, kept=True, notes=(entry.stored.note,))
+        if entry.stored is not None and entry.stored.format == format:
+            if entry.stored.exact:
+                return dataclasses.replace(target, kept=True, notes=(entry.stored.note,))
+            notes.append(entry.stored.note)
         name = self.method
         if METHODS[name].statistics and (readers, matmuls) != (1, 1):
             notes.append(f"{readers - matmuls} lookups and {matmuls} matmuls read it, and {name} is for one matmul")

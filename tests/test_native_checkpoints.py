@@ -1,6 +1,5 @@
 """Recipe `native` on checkpoints as quantization tools publish them: the whole pipeline, and what people are told."""
 
-
 import numpy as np
 import pytest
 
@@ -9,8 +8,10 @@ from jaxserve.models.resolve import resolve
 from jaxserve.pallas_kernels import QuantizedTensor
 from jaxserve.passes.recipes import find_recipe
 from jaxserve.rewritten import Rewritten, rewritten_model
+from tests.models.helpers import Runner, write_gguf
 from tests.models.test_quantized import FIXTURES, FORMATS
 
+GGUF = FIXTURES / "gguf"
 WHOLE = [name for name in FORMATS if not name.startswith(("ct_w8a8", "ct_fp8"))]
 ROUNDED_ACTIVATIONS = ["ct_w8a8", "ct_w8a8_static", "ct_fp8"]
 
@@ -53,3 +54,57 @@ def test_the_default_recipe_keeps_what_is_quantized(capsys):
     told = capsys.readouterr().err
     assert told.count("GPTQ kept exactly as int4 g64 none f16") == 8
     assert "embed_tokens/embedding: no match, the checkpoint stores it in no quantized form that we keep" in told
+
+
+# ---- GGUF
+
+
+def test_the_file_that_llama_cpp_runs_gives_the_logits_of_its_float32():
+    """Q4_K_M as llama.cpp wrote it, against llama.cpp on its own float32 of the file, cache in float32."""
+    expected = np.load(GGUF / "expected.npz")
+    model = rewritten_model(GGUF / "model.gguf", find_recipe("native").spec(activations="f32"), 16)
+    np.testing.assert_allclose(model.window_logits(expected["input_ids"]), expected["logits"], atol=2e-4, rtol=1e-4)
+    forms = {str(entry.stored) for entry in model.stages[0].result.graph.inputs if entry.stored}
+    assert forms == {"int4 g32 minimum f32", "int8 g16 none f32"}
+    kept = {path for path in model.params if path.endswith("/codes")}
+    assert len(kept) == 7  # Q6_K of v keeps it apart from q and k, but gate and up are one; the embedding is tied
+
+
+def test_explain_says_what_became_of_every_block_type(capsys):
+    assert main(["compile", str(GGUF / "model.gguf"), "--stop-after", "quantize-matmul", "--explain"]) == 0
+    told = capsys.readouterr().err
+    assert "layers_0/mlp/down_proj/kernel [256, 256]: Q6_K kept exactly as int8 g16 none f32" in told
+    assert "layers_0/self_attn/o_proj/kernel [256, 256]: Q4_K kept exactly as int4 g32 minimum f32" in told
+    assert "embed_tokens/embedding [64, 256], rows: Q6_K kept exactly as" in told
+
+
+@pytest.fixture
+def ternary(tmp_path):
+    """A model in a type that no format holds."""
+    config, rng = resolve(GGUF / "model.gguf").config, np.random.default_rng(0)
+    sizes = {"q_proj": (256, 256), "k_proj": (64, 256), "v_proj": (64, 256), "o_proj": (256, 256)}
+    layer = {f"self_attn.{name}": size for name, size in sizes.items()}
+    layer |= {f"mlp.{name}_proj": (256, 256) for name in ("gate", "up", "down")}
+    tensors = {f"model.layers.0.{name}.weight": 0.1 * rng.standard_normal(size) for name, size in layer.items()}
+    tensors["model.embed_tokens.weight"] = rng.standard_normal((64, 256))
+    for name in ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"):
+        tensors[f"model.{name}.weight"] = np.ones(256)
+    arrays = {name: array.astype(np.float32) for name, array in tensors.items()}
+    write_gguf(tmp_path / "ternary.gguf", config, arrays, type="TQ2_0", llama__vocab_size=64)
+    return tmp_path / "ternary.gguf"
+
+
+def test_other_types_are_requantized_and_explain_says_so(ternary, capsys):
+    assert main(["compile", str(ternary), "--recipe", "native", "--stop-after", "quantize-matmul", "--explain"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("int8 g32 none f32 by rtn; no form holds TQ2_0 exactly, int8 g32 none f32 is the nearest") == 6
+
+
+def test_requantized_types_stay_near_and_other_recipes_read_them_as_they_are(ternary):
+    checkpoint, ids = resolve(ternary), np.arange(16)
+    assert not checkpoint.native  # so the default recipe is no other than that of a dense checkpoint
+    (exact,) = Runner(checkpoint, length=16).logits(ids)
+    near = rewritten_model(ternary, find_recipe("native").spec(activations="f32"), 16).window_logits(ids)
+    same = rewritten_model(ternary, find_recipe("f32").spec(), 16).window_logits(ids)
+    np.testing.assert_allclose(same, exact, atol=2e-4, rtol=1e-4)
+    assert 0 < np.linalg.norm(near - exact) < 0.02 * np.linalg.norm(exact)

@@ -101,7 +101,7 @@ def test_other_types_are_requantized_and_explain_says_so(ternary, capsys):
 
 
 def test_requantized_types_stay_near_and_other_recipes_read_them_as_they_are(ternary):
-    checkpoint, ids = resolve(ternary), np.arange(16)
+    checkpoint, ids = resolve(ternary), list(range(16))
     assert not checkpoint.native  # so the default recipe is no other than that of a dense checkpoint
     (exact,) = Runner(checkpoint, length=16).logits(ids)
     near = rewritten_model(ternary, find_recipe("native").spec(activations="f32"), 16).window_logits(ids)

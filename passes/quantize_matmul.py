@@ -126,7 +126,7 @@ class QuantizeMatmul(Pass):
         if METHODS[name].statistics and (readers, matmuls) != (1, 1):
             notes.append(f"{readers - matmuls} lookups and {matmuls} matmuls read it, and {name} is for one matmul")
             name = "rtn"
-        if name == "gptq" and self.act_order == "permuted" and format.group is not None:
+        if name == "gptq" and self.act_order == "permuted" and format.group_size(inputs) < inputs:
             format = dataclasses.replace(format, ordered=True)
         if inputs % format.group_size(inputs):
             notes.append(f"the last group has {inputs % format.group_size(inputs)} inputs")

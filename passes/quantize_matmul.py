@@ -54,13 +54,31 @@ METHODS = {
 class QuantizeMatmul(Pass):
     """dense_matmul(x, w) becomes quantized_matmul(x, codes, scale[, minimum]) where a rule selects w's path.
 
-    `rules` are REGEX=SCHEME separated by ';', the first match wins (see `passes.rules`). A tied embedding is quantized
-    once, its lookup becoming `quantized_take`. A weight that the checkpoint already stores in the format asked for is
-    kept bit for bit; scheme `native` keeps whatever form it is stored in.
+    `rules` are REGEX=SCHEME separated by ';', the first match wins:
+
+    | scheme | weights | activations | options (the default first) |
+    | --- | --- | --- | --- |
+    | `skip` | stay dense | | |
+    | `native` | as the checkpoint stores them | as it says | |
+    | `w8a16` | int8 | as they are | channel, gN; sym, asym, zero |
+    | `w4a16` | 4 bits | as they are | g64, gN, channel; asym, sym, zero |
+    | `w3a16` | 3 bits, stored as 4 | as they are | g64, gN, channel; asym, sym, zero |
+    | `w8a8` | int8 a channel, symmetric | int8, a scale a token | static: one scale, calibrated |
+    | `w4a8` | QServe: 4 bits a group within int8 a channel | int8, a scale a token | g64, gN; static |
+    | `fp8` | e4m3 a channel | e4m3, a scale a token | |
+
+    `gN` is a group of N inputs, 32, 64 or 128, `channel` one for all inputs of an output. A width that N does not
+    divide ends with a shorter group, which `--explain` says. `asym` has a float minimum a group, as in GGUF's Q4_1,
+    `zero` an integer zero point, `sym` neither. Scales are float16 a group and float32 a channel.
+
+    A tied embedding is quantized once, its lookup becoming `quantized_take`. A weight that the checkpoint already
+    stores in the format asked for is kept bit for bit.
 
     `method` chooses the codes: `rtn` rounds to nearest, `clip` searches each group's range as AWQ does, `gptq` makes up
     for rounding as it goes (`passes.clip`, `passes.gptq`). The last two look at what one matmul multiplies: a weight
-    with other readers is rounded to nearest. `act_order`, `ranges` and `damp` are gptq's.
+    with other readers is rounded to nearest. For gptq, `act_order` says which inputs go first: those of an output as
+    they come (off), the loudest (static), or the loudest with groups formed in that order (permuted); `ranges` whether
+    a group's range is searched; `damp` what part of the mean energy is added to every input's.
 
     Raises UserError for a rule that cannot be read and for options that do not go together.
     """

@@ -2,20 +2,7 @@
 
     lm_head=skip;layers_\\d+/mlp/.*=w4a16:g64:asym;.*=w8a16
 
-| scheme | weights | activations | options (the default first) |
-| --- | --- | --- | --- |
-| `skip` | stay dense | | |
-| `native` | as the checkpoint stores them | as it says | |
-| `w8a16` | int8 | as they are | channel, gN; sym, asym, zero |
-| `w4a16` | 4 bits | as they are | g64, gN, channel; asym, sym, zero |
-| `w3a16` | 3 bits, stored as 4 | as they are | g64, gN, channel; asym, sym, zero |
-| `w8a8` | int8 a channel, symmetric | int8, a scale a token | static: one scale, calibrated |
-| `w4a8` | QServe: 4 bits a group within int8 a channel | int8, a scale a token | g64, gN; static |
-| `fp8` | e4m3 a channel | e4m3, a scale a token | |
-
-`gN` is a group of N inputs, 32, 64 or 128, `channel` one for all inputs of an output. A width that N does not divide
-ends with a shorter group, which `--explain` says. `asym` has a float minimum a group, as in GGUF's Q4_1, `zero` an
-integer zero point, `sym` neither. Scales are float16 a group and float32 a channel.
+SCHEMES names them, with the options that each takes; what they mean stands in `passes.quantize_matmul`.
 """
 
 import dataclasses

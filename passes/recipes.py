@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxserve.errors import UserError
 from jaxserve.passes.canonicalize import Canonicalize
+from jaxserve.passes.fold_scales import FoldScales
 from jaxserve.passes.fuse_projections import FuseGateUp, FuseQkv
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
 from jaxserve.passes.lower_dense_matmul import LowerDenseMatmul
@@ -11,10 +12,14 @@ from jaxserve.passes.narrow_matmul import NarrowMatmul
 from jaxserve.passes.pipeline import Pass, parse_pipeline
 from jaxserve.passes.prune import Prune
 from jaxserve.passes.quantize_matmul import QuantizeMatmul
+from jaxserve.passes.smooth_attention import SmoothAttention
 
 PASSES: dict[str, type[Pass]] = {
     cls.name: cls
-    for cls in (Canonicalize, LowerDenseMatmul, Prune, FuseQkv, FuseGateUp, QuantizeMatmul, NarrowMatmul, InsertPagedKv)
+    for cls in (
+        *(Canonicalize, LowerDenseMatmul, Prune, FoldScales, SmoothAttention, FuseQkv, FuseGateUp, QuantizeMatmul),
+        *(NarrowMatmul, InsertPagedKv),
+    )
 }
 
 

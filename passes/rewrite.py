@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve._compat import Atom, JaxprEqn, Var, fresh_outvars, fresh_var, spec_of, vars_of
+from jaxserve._compat import Atom, JaxprEqn, Var, fresh_outvars, fresh_var, jaxpr_as_fun, spec_of, vars_of
 from jaxserve.passes.graph import KINDS, Graph, Input, Output
 from jaxserve.passes.match import Match, traced
 from jaxserve.passes.trace import resolve
@@ -99,6 +99,25 @@ class Rewriter:
         self.edits.extend(edit for edit in edits if edit not in self.edits)
         self.replaced.append(Replaced(match, new, tuple(operands), tuple(edits), examples, tolerance))
         return outs[len(match.results) :]
+
+    def change_weights(self, match: Match, edits: Sequence[WeightEdit], tolerance: float = 0.0) -> None:
+        """Leaves the region of `match` as it is, computed from the parameters that `edits` write in place.
+
+        Those are no longer what the checkpoint stores in quantized form. The match's operands are all the variables
+        that its equations read from outside.
+        """
+        written = {path for edit in edits for path in edit.writes}
+        for index, (entry, var) in enumerate(self._inputs):
+            if entry.path in written and entry.stored is not None:
+                self._inputs[index] = self._added[entry.path] = dataclasses.replace(entry, stored=None), var
+        program = self.graph.jaxpr.replace(
+            invars=vars_of(match.operands),
+            outvars=list(match.results),
+            eqns=list(match.eqns),
+            debug_info=_anonymous(self.graph),
+        )
+        self.edits.extend(edits)
+        self.replaced.append(Replaced(match, jaxpr_as_fun(program), match.operands, tuple(edits), None, tolerance))
 
     def _splice(self, function: Callable[..., Any], operands: Sequence[Atom], match: Match) -> tuple[Atom, ...]:
         program = traced(function, [spec_of(atom) for atom in operands])

@@ -28,8 +28,8 @@ class Recipe:
     """`scheme` is applied to the weights that `selects` matches; None quantizes nothing.
 
     `activations` is the dtype in which matmuls read them: f32, or bf16 by `narrow-matmul`. `folds` are passes that move
-    scales before anything is quantized, `{scheme}` in them stands for the scheme; `method` holds the options of
-    `quantize-matmul` beside the rules; `kv` is what the cache is kept in, that of the activations if empty.
+    scales before anything is quantized, as format strings in which `{scheme}` stands for the scheme; `method` holds the
+    options of `quantize-matmul` beside the rules; `kv` is what the cache is kept in, that of the activations if empty.
     """
 
     name: str
@@ -61,6 +61,8 @@ class Recipe:
         return ",".join(steps)
 
 
+AWQ = ("fold-scales{{method=awq,scheme='{scheme}'}}",)
+SMOOTHQUANT = ("fold-scales{{method=smoothquant,scheme='{scheme}'}}",)
 GPTQ = "method=gptq,act-order=static"
 
 RECIPES = {
@@ -71,8 +73,14 @@ RECIPES = {
         Recipe("native", activations="bf16", scheme="native", selects=".*"),
         Recipe("w8a16", activations="bf16", scheme="w8a16"),
         Recipe("w4a16", activations="bf16", scheme="w4a16"),
+        Recipe("w4a16-awq", activations="bf16", scheme="w4a16", folds=AWQ, method="method=clip"),
         Recipe("w4a16-gptq", activations="bf16", scheme="w4a16", method=GPTQ),
+        Recipe("w3a16-awq", activations="bf16", scheme="w3a16", folds=AWQ, method="method=clip"),
         Recipe("w3a16-gptq", activations="bf16", scheme="w3a16", method=GPTQ),
+        Recipe("w8a8-smoothquant", activations="bf16", scheme="w8a8", folds=SMOOTHQUANT),
+        Recipe(
+            "w4a8kv4-qserve", activations="bf16", scheme="w4a8", folds=("smooth-attention",), method=GPTQ, kv="int4"
+        ),
         Recipe("fp8", activations="bf16", scheme="fp8"),
     )
 }

@@ -5,7 +5,8 @@ error ||X W^T - X Q^T|| / ||X W^T|| needs W, Q and G at one time, and no activat
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -70,7 +71,8 @@ class ErrorMeter:
         read = dict(zip(edit.reads, reads, strict=True))
         written = dict(zip(edit.writes, results, strict=True))
         for part, value in read.items():
-            path, gram = self._whole.get(part), read.get(statistic_path("gram", part))
+            path = self._whole.get(part)
+            gram = None if path is None else self._gram(path, part, read)
             if path is None or gram is None:
                 continue
             weight, gram = np.asarray(dense(value), np.float32), np.asarray(dense(gram), np.float32)
@@ -80,6 +82,11 @@ class ErrorMeter:
                 arrays = {field: np.asarray(written[f"{path}/{field}"]) for field in form.fields}
                 quantized = QuantizedTensor(form, (weight.shape[0], weight.shape[1]), arrays).dequantize()
                 self._after.setdefault(path, _Sum()).add(quantized - weight, weight, gram)
+
+    def _gram(self, path: str, part: str, read: Mapping[str, Value]) -> Value | None:
+        """The gram of what a part of a weight multiplies: its own, or that of another part, which reads the same."""
+        names = [part, *(self._parts[path] if part != path else ())]
+        return next((read[name] for name in map(partial(statistic_path, "gram"), names) if name in read), None)
 
     def _round(self, path: str, part: str, weight: np.ndarray, gram: np.ndarray) -> None:
         """Measures rounding to nearest: once for each part of a weight, or for the whole when parts are missing."""

@@ -26,7 +26,8 @@ class WeightRow:
     """One weight of the final graph.
 
     `layer` is None outside the layers; `kind` says which weight of a layer it is; `form` how it is stored, in `nbytes`
-    bytes with scales and all; `method` how its codes were chosen; `history` holds (pass, what it did) in order.
+    bytes with scales and all; `method` how its codes were chosen; `scales` where the inverse of what its inputs were
+    scaled by went, or why they were not; `history` holds (pass, what it did) in order.
     """
 
     path: str
@@ -36,6 +37,7 @@ class WeightRow:
     form: str
     nbytes: int
     method: str = ""
+    scales: str = ""
     history: tuple[tuple[str, str], ...] = ()
     error: OutputError = dataclasses.field(default_factory=OutputError)
 
@@ -43,10 +45,6 @@ class WeightRow:
     def bits(self) -> float:
         """Bits a number, scales included."""
         return 8 * self.nbytes / math.prod(self.shape)
-
-    def notes(self, *passes: str) -> str:
-        """What the passes whose names begin so did to the weight."""
-        return "; ".join(note for name, note in self.history if name.startswith(passes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +99,8 @@ def weight_rows(result: PipelineResult, errors: Mapping[str, OutputError]) -> li
         if len(shape) < 2:
             continue
         activation = reader.params.get("activation")
-        history = tuple(_history(result.stages, {path, *fused.originals(path)}))
+        places = [_place(part) for part in dict.fromkeys((path, *fused.originals(path)))]
+        history = tuple(_history(result.stages, places))
         parts = _place(path).split("/")
         layer = re.fullmatch(r"\D*_(\d+)", parts[0])
         rows.append(
@@ -113,6 +112,7 @@ def weight_rows(result: PipelineResult, errors: Mapping[str, OutputError]) -> li
                 form=str(form or np.dtype(entries[0].aval.dtype).name) + (f" × {activation}" if activation else ""),
                 nbytes=sum(_nbytes(entry) for entry in entries),
                 method=_method(history, form),
+                scales=_scales(history, places),
                 history=history,
                 error=errors.get(path, OutputError()),
             )
@@ -144,9 +144,8 @@ def _nbytes(entry: Input) -> int:
     return math.prod(entry.aval.shape) * np.dtype(entry.aval.dtype).itemsize
 
 
-def _history(stages: Sequence[Stage], paths: set[str]) -> list[tuple[str, str]]:
-    """What the passes report of a weight: the entries that name it, or the matmul that it belongs to."""
-    places = sorted(map(_place, paths))
+def _history(stages: Sequence[Stage], places: Sequence[str]) -> list[tuple[str, str]]:
+    """What the passes report of the matmuls at some places: the entries that name them."""
     named = re.compile("|".join(rf"(?<![\w/]){re.escape(place)}(?!\w)" for place in places))
     quiet = ("canonicalize", "lower-dense-matmul")  # every weight goes through them
     return [
@@ -156,6 +155,17 @@ def _history(stages: Sequence[Stage], paths: set[str]) -> list[tuple[str, str]]:
         for entry in stage.result.report
         if named.search(str(entry))
     ]
+
+
+def _scales(history: Sequence[tuple[str, str]], places: Sequence[str]) -> str:
+    """What fold-scales reports of the inputs of a weight, in short; the parts of a fused weight have one scale."""
+    found = {}
+    for name, note in history:
+        where, _, text = note.partition(": ")
+        if name == "fold-scales" and _place(where) in places:
+            into = re.search(r"1/s into ([^,;]+)", text)
+            found[re.sub(r"layers_\d+/", "", f"into {into[1]}" if into else text.removeprefix("no match, "))] = None
+    return "; ".join(found)
 
 
 def _method(history: Sequence[tuple[str, str]], form: QuantFormat | None) -> str:
@@ -266,7 +276,7 @@ artifact.</p>
 <tr><td>{{ "" if row.layer is none else row.layer }}</td><td>{{ row.kind }}</td>
 <td class="n">{{ row.shape | join(" × ") }}</td><td>{{ row.form }}</td>
 <td class="n">{{ "%.2f" | format(row.bits) }}</td><td class="n">{{ row.nbytes | bytes }}</td>
-<td>{{ row.method }}</td><td>{{ row.notes("fold-scales", "smooth") }}</td>
+<td>{{ row.method }}</td><td>{{ row.scales }}</td>
 {% if measured %}
 <td class="n">{{ "–" if row.error.before is none else row.error.before | percent }}</td>
 <td class="n">{{ "–" if row.error.after is none else row.error.after | percent }}</td>

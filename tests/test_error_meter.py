@@ -64,9 +64,8 @@ def test_a_weight_that_is_only_quantized(result):
 def test_before_is_what_it_was_before_its_scales_were_folded(result):
     """q, k and v are folded apart, then quantized together: both errors are of all three."""
     meter, scales = ErrorMeter(result), np.linspace(0.2, 4, 16).astype("float32")
-    reads = [name for path in PARTS for name in (path, f"stats/gram/{path}")]
-    values = [value for path in PARTS for value in (WEIGHTS[path], compute("gram", X))]
-    meter(edit_of(reads, PARTS), values, [WEIGHTS[path] * scales for path in PARTS])
+    reads, values = [*PARTS, f"stats/gram/{PARTS[0]}"], [*(WEIGHTS[path] for path in PARTS), compute("gram", X)]
+    meter(edit_of(reads, PARTS), values, [WEIGHTS[path] * scales for path in PARTS])  # one gram for all three
     whole = np.concatenate([WEIGHTS[path] for path in PARTS])
     found = quantize(meter, QKV, whole * scales, 0.01, X / scales)
     error = meter.errors()[QKV]

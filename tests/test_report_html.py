@@ -90,11 +90,22 @@ def test_history_is_of_the_weight_alone(result):
     rows = {(row.layer, row.kind): row for row in weight_rows(result, {})}
     qkv = rows[1, "self_attn/qkv_proj"]
     assert [name for name, _ in qkv.history] == ["fuse-qkv", "quantize-matmul"]
-    assert "3 matmuls stacked" in qkv.notes("fuse-")
+    assert "3 matmuls stacked" in qkv.history[0][1]
     down = rows[0, "mlp/down_proj"]
     assert [name for name, _ in down.history] == ["prune", "quantize-matmul", "narrow-matmul"]
-    assert "a rule says skip" in down.notes("quantize") and "0.5 of it become 0 by magnitude" in down.notes("prune")
-    assert "layers_1" not in str(down.history) and down.notes("fold-scales") == ""
+    pruned, kept, _ = (note for _, note in down.history)
+    assert "a rule says skip" in kept and "0.5 of it become 0 by magnitude" in pruned
+    assert "layers_1" not in str(down.history) and down.scales == ""
+
+
+def test_where_scales_went(graph):
+    """q, k and v have one scale; o_proj's goes into v_proj, which is a fact about o_proj alone."""
+    fold = "fold-scales{method=awq,targets='self_attn'}"
+    text = f"canonicalize,lower-dense-matmul,{fold},fuse-qkv,fuse-gate-up,quantize-matmul{{rules='layers_=w4a16:g32'}}"
+    rows = {(row.layer, row.kind): row.scales for row in weight_rows(pipeline(graph, text, numbers=False), {})}
+    assert rows[1, "self_attn/qkv_proj"] == "into input_layernorm/scale"
+    assert rows[1, "self_attn/o_proj"] == "into self_attn/v_proj/kernel"
+    assert rows[1, "mlp/down_proj"] == "" == rows[None, "embed_tokens"]
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -128,7 +139,7 @@ def test_the_page_has_the_rows_and_stands_alone(result, tmp_path, measured):
 
 def test_everything_is_escaped():
     evil = "<script>alert('x')</script>&\""
-    row = WeightRow(evil, 0, evil, (1, 2), evil, 4, evil, ((evil, evil), ("fold-scales", evil)), OutputError(0.1, 0.2))
+    row = WeightRow(evil, 0, evil, (1, 2), evil, 4, evil, evil, ((evil, evil),), OutputError(0.1, 0.2))
     data = ReportData(
         evil, [(evil, evil), ("pipeline", evil)], [PassRecord(name=evil, matches=1, refused={evil: 1})], [row]
     )

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from jaxserve.errors import UserError
 from jaxserve.experiments import alpha_sweep, salient
 from jaxserve.experiments.salient import RoundWithSalient, variants
 from jaxserve.pallas_kernels import quantize_rtn
@@ -107,11 +108,24 @@ def test_the_command(parse, tmp_path, capsys, monkeypatch):
     assert "kept 1 by random" in capsys.readouterr().out
 
 
+SWEPT = (
+    "canonicalize,lower-dense-matmul,fold-scales{alpha=0.1},fuse-qkv,fuse-gate-up,quantize-matmul{rules='layers_=w8a8'},"
+    "insert-paged-kv{page=128,kv=f32}"
+)
+
+
 def test_alpha_sweep(parse, tmp_path):
     file, plot = tmp_path / "sweep.json", tmp_path / "sweep.svg"
-    alpha_sweep.run(parse(alphas=["0.5", "0.8"], windows=1, activations="f32", json=file, plot=plot))
+    alpha_sweep.run(parse(pipeline=SWEPT, alphas=["0.5", "0.8"], windows=1, json=file, plot=plot))
     rows = json.loads(file.read_text())["rows"]
     assert [row["name"] for row in rows] == ["none", "0.5", "0.8"]
     assert "fold-scales" not in rows[0]["spec"] and "alpha=0.8" in rows[2]["spec"]
     assert len({row["perplexity"] for row in rows}) == 3
     assert plot.read_text().count("<circle") == 4
+
+
+def test_bad_sweeps():
+    with pytest.raises(UserError, match="there is no fold-scales in it: canonicalize"):
+        alpha_sweep.with_alpha(parse_spec("canonicalize"), "0.5")
+    with pytest.raises(UserError, match="allowed: auto, or a number from 0 to 1"):
+        alpha_sweep.with_alpha(parse_spec(SWEPT), "two")

@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxserve._compat import Var, vars_of
+from jaxserve._compat import Var, spec_of, vars_of
 from jaxserve.passes.graph import Graph, where
 from jaxserve.passes.match import Match
 from jaxserve.passes.rewrite import Rewriter
@@ -13,8 +14,8 @@ from jaxserve.passes.scale_flow import Labels, Spread
 from jaxserve.passes.statistics import Statistic
 from jaxserve.passes.weights import Value, WeightEdit, dense
 
-# Dividing weights by s and multiplying others by s rounds each of them once, beside the order of summation.
-TOLERANCE = 1e-5
+# Weights divided and multiplied by s are rounded once more; so are scaled activations, to 4 of their dtype's steps.
+TOLERANCE, STEPS = 1e-5, 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,7 +70,9 @@ def move_scales(
             known[scaling.path] = scaling(known[scaling.path], scales)
         return tuple(known[path] for path in paths)
 
-    rewriter.change_weights(_region(rewriter.graph, spreads), [WeightEdit(reads, paths, apply)], TOLERANCE)
+    dtypes = {spec_of(var).dtype for found in spreads for var in found.scaled}
+    tolerance = max(TOLERANCE, *(STEPS * float(jnp.finfo(dtype).eps) for dtype in dtypes))
+    rewriter.change_weights(_region(rewriter.graph, spreads), [WeightEdit(reads, paths, apply)], tolerance)
 
 
 def _region(graph: Graph, spreads: Sequence[Spread]) -> Match:

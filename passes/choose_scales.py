@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+from jax.scipy.special import erf
 
 from jaxserve.errors import UserError
 from jaxserve.pallas_kernels import QuantFormat, quantize_rtn
@@ -58,12 +59,8 @@ class Chooser:
         formula: StatisticKind = "absmax" if self.method == "smoothquant" else "absmean"
         searched: tuple[StatisticKind, ...] = ()
         if self.alpha is None:
-            searched = ("gram", "absmax", "absmean") if self._rounds_activations else ("gram",)
+            searched = ("gram", "absmax") if self.scheme.activation == "int8-static" else ("gram",)
         return tuple(dict.fromkeys((formula, *searched)))
-
-    @property
-    def _rounds_activations(self) -> bool:
-        return (self.scheme.activation or "").startswith("int8")
 
     def __call__(self, readers: Sequence[Reader], channels: int) -> np.ndarray:
         """The scales [channels], float32. UserError when a statistic or weight is not finite."""
@@ -98,27 +95,35 @@ class Chooser:
     def expected_error(self, reader: Reader, scales: np.ndarray) -> float:
         """The mean squared error of a reader's outputs, summed over them, after quantization with these scales.
 
-        Rounding weights to W s + D changes outputs by x D^T / s: trace(E gram E^T) with E = D / s. Rounding activations
-        x / s in steps of d adds noise of d^2 / 12 to each, which the weights sum up: d^2 / 12 sum_oj (W_oj s_j)^2. The
-        step is max_j |x_j / s_j| / 127, of the whole text if it is static; else of a token, where max|x_j| is not at
-        hand, and is taken for what the largest of I gaussian channels would reach, sqrt(pi ln I) mean|x_j|, or for
-        the text's max|x_j| if that is less. Of outputs beyond ROWS an even part is looked at.
+        Rounding weights to W s + D changes outputs by x D^T / s, which is trace(E gram E^T) with E = D / s. Rounding
+        activations x / s to int8 in steps of d adds noise of variance d^2 / 12 to each, which the weights sum up to
+        d^2 / 12 sum_oj (W_oj s_j)^2. The step is max_j |x_j / s_j| / 127, of the text if it is static; that of a token
+        is taken for what it would be if channels were independent and gaussian. Rounding to e4m3 follows each number's
+        own size, so that no scale helps, and is left out. Of more than ROWS outputs an even part is looked at.
         """
-        weight, factors = reader.weight, spread_scales(scales, reader.labels)
+        weight, factors, gram = reader.weight, spread_scales(scales, reader.labels), reader.statistics["gram"]
         part = weight[np.linspace(0, len(weight) - 1, min(len(weight), ROWS)).astype(int)]
         rounded = _rounded(part * factors, self.scheme.format)
         if rounded is None:
             return math.inf
         change = rounded / factors - part
-        error = float(np.sum((change @ reader.statistics["gram"]) * change, dtype=np.float64))
-        if self._rounds_activations:
-            loudest = reader.statistics["absmax"]
+        error = float(np.sum((change @ gram) * change, dtype=np.float64))
+        if self.scheme.activation in ("int8", "int8-static"):
             if self.scheme.activation == "int8":
-                reach = math.sqrt(math.pi * math.log(len(loudest)))
-                loudest = np.minimum(loudest, reach * reader.statistics["absmean"])
-            step = float(np.max(loudest / factors)) / 127
-            error += step**2 / 12 * float(np.sum(np.square(rounded), dtype=np.float64))
+                peak = expected_peak(np.diag(gram) / factors**2)
+            else:
+                peak = float(np.max(reader.statistics["absmax"] / factors)) ** 2
+            error += peak / 127**2 / 12 * float(np.sum(np.square(rounded), dtype=np.float64))
         return error * len(weight) / len(part)
+
+
+def expected_peak(variances: np.ndarray) -> float:
+    """The mean of max_j z_j^2 for independent gaussian z_j of these variances [I]."""
+    deviations = np.sqrt(np.maximum(variances, 1e-30))
+    # P(max |z_j| <= m) is the product of erf(m / (d_j sqrt 2)), and the mean the integral of 2 m (1 - P).
+    points = np.linspace(0, 6 * deviations.max(), 129)[:, None]
+    below = np.prod(np.asarray(erf(points / (deviations * math.sqrt(2)))), axis=1)
+    return float(np.trapezoid(2 * points[:, 0] * (1 - below), points[:, 0]))
 
 
 def _rounded(weight: np.ndarray, format: QuantFormat | None) -> np.ndarray | None:

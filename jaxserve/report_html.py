@@ -164,7 +164,8 @@ def _scales(history: Sequence[tuple[str, str]], places: Sequence[str]) -> str:
         where, _, text = note.partition(": ")
         if name == "fold-scales" and _place(where) in places:
             into = re.search(r"1/s into ([^,;]+)", text)
-            found[re.sub(r"layers_\d+/", "", f"into {into[1]}" if into else text.removeprefix("no match, "))] = None
+            text = f"into {into[1]}" if into else text.removeprefix("no match, ")
+            found[re.sub(r"layers_\d+/|/(kernel|scale)\b", "", text)] = None
     return "; ".join(found)
 
 
@@ -234,13 +235,14 @@ TEMPLATE = """<!doctype html>
   :root { --ink: #e6e8eb; --muted: #9aa3af; --line: #333941; --paper: #181b1f; --head: #22262b }
 }
 body { color: var(--ink); background: var(--paper); font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto;
-  padding: 0 1rem; max-width: 1180px }
+  padding: 0 1rem; max-width: 1280px }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; vertical-align: top; padding: .25rem .6rem; border-bottom: 1px solid var(--line) }
 thead th { position: sticky; top: 0; background: var(--head) }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 .muted, summary { color: var(--muted) }
+summary { white-space: nowrap }
 .scroll { overflow-x: auto }
 code { font: 12px ui-monospace, monospace; overflow-wrap: anywhere }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem }

@@ -103,8 +103,8 @@ def test_where_scales_went(graph):
     fold = "fold-scales{method=awq,targets='self_attn'}"
     text = f"canonicalize,lower-dense-matmul,{fold},fuse-qkv,fuse-gate-up,quantize-matmul{{rules='layers_=w4a16:g32'}}"
     rows = {(row.layer, row.kind): row.scales for row in weight_rows(pipeline(graph, text, numbers=False), {})}
-    assert rows[1, "self_attn/qkv_proj"] == "into input_layernorm/scale"
-    assert rows[1, "self_attn/o_proj"] == "into self_attn/v_proj/kernel"
+    assert rows[1, "self_attn/qkv_proj"] == "into input_layernorm"
+    assert rows[1, "self_attn/o_proj"] == "into self_attn/v_proj"
     assert rows[1, "mlp/down_proj"] == "" == rows[None, "embed_tokens"]
 
 

@@ -89,9 +89,9 @@ def test_nothing_done_is_no_error_and_more_bits_less(parse):
 
 
 def test_folded_scales_are_folded_back(parse):
-    """SmoothQuant changes weights by large factors and, before they are rounded, no output."""
+    """SmoothQuant and SmoothAttention change weights by large factors and, before they are rounded, no output."""
     settings = parse()
-    fold = "fold-scales{method=smoothquant,alpha=0.5}"
+    fold = "fold-scales{method=smoothquant,alpha=0.5},smooth-attention"
     chosen = {
         "folded": parse_spec(f"canonicalize,lower-dense-matmul,{fold},fuse-qkv,fuse-gate-up"),
         "rounded": parse_spec(

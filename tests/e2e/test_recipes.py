@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from jaxserve.calibration import CalibrationOptions
 from jaxserve.lowering import trace_model
 from jaxserve.models.resolve import resolve
 from jaxserve.passes.pipeline import run_pipeline, select
+from jaxserve.passes.recipes import RECIPES
 from jaxserve.passes.weights import WeightPlan
 from jaxserve.plan import CompileOptions, make_plan
 from jaxserve.serving.request import SamplingParams
@@ -38,10 +40,21 @@ def prompt_logprobs(session: Session, ids: list[int]) -> np.ndarray:
     return np.array([entry.logprob for entry in rest])
 
 
-# The mlp's 172 columns are no multiple of a group: 64 is the recipe's own, 128 is wider than the model.
+# How far each recipe may move the perplexity of a text that the model would write. The mlp's 172 columns are no
+# multiple of a group: 64 is the recipe's own, 128 is wider than the model.
+SERVED = [("bf16", "", 0.01), ("w8a16", "", 0.02), ("w4a16", "", 0.10), ("w4a16", ":g128:sym", 0.20)]
+SERVED_SLOWLY = [
+    *[("fp8", "", 0.05), ("w8a8-smoothquant", "", 0.03), ("w4a8kv4-qserve", "", 0.2)],
+    *[("w4a16-awq", "", 0.10), ("w4a16-gptq", ":g32", 0.10), ("w3a16-awq", "", 0.40), ("w3a16-gptq", ":sym", 0.40)],
+]
+
+
+def test_every_recipe_is_served_somewhere():
+    assert {case[0] for case in SERVED + SERVED_SLOWLY} == RECIPES.keys() - {"f32", "native"}
+
+
 @pytest.mark.parametrize(
-    ("recipe", "group", "ratio"),
-    [("bf16", "", 0.01), ("w8a16", "", 0.02), ("w4a16", "", 0.10), ("w4a16", ":g128:sym", 0.20)],
+    ("recipe", "group", "ratio"), [*SERVED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SERVED_SLOWLY)]
 )
 def test_recipes_serve(
     artifacts: pathlib.Path,
@@ -53,7 +66,9 @@ def test_recipes_serve(
     ratio: float,
 ):
     folder = artifacts / f"{recipe}{group}".replace(":", "-")
-    session = load(compile_artifact(folder, stories_model, recipe, group=group, **TINY))
+    calibrated = RECIPES[recipe].folds or RECIPES[recipe].method
+    calibration = CalibrationOptions(sequences=16, length=128) if calibrated else None
+    session = load(compile_artifact(folder, stories_model, recipe, group=group, calibration=calibration, **TINY))
     assert session.manifest.recipe == recipe and session.manifest.activations == "bf16"
     exact = ask_one(stories.engine, story, SamplingParams(max_tokens=0, prompt_logprobs=0)).prompt_logprobs[1:]
     want = np.mean([entry.logprob for entry in exact if entry.logprob is not None])

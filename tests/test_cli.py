@@ -267,7 +267,6 @@ def test_no_artifact(tmp_path: pathlib.Path, command: list[str], capsys: Capture
 # ---- ending early
 
 
-@pytest.mark.slow  # known to fail at times: once the SIGINT was lost and the compile ended with 0
 def test_interrupted_compile_leaves_nothing(stories: pathlib.Path, tmp_path: pathlib.Path):
     """While programs are being compiled, in two threads."""
     command = [
@@ -294,5 +293,5 @@ def test_interrupted_compile_leaves_nothing(stories: pathlib.Path, tmp_path: pat
         assert process.stderr is not None
         said = process.stderr.read()
     assert code == 130
-    assert said.endswith("interrupted\n") and "Traceback" not in said
+    assert said.endswith("interrupted\n") and "Traceback" not in said, said
     assert not any(tmp_path.iterdir())

@@ -346,7 +346,7 @@ class _StopSignals:
     def __enter__(self) -> Self:
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._ignore
         if threading.current_thread() is threading.main_thread():
-            defaults = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+            defaults: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
             defaults[signal.SIGINT] = signal.default_int_handler
             for number, default in defaults.items():
                 if signal.getsignal(number) is default:

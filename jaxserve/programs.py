@@ -85,7 +85,7 @@ def _helper_programs(plan: Plan, caches: Mapping[str, jax.ShapeDtypeStruct]) -> 
     """The programs beside the steps: loading a slot, loading its penalty rows, copying pages."""
     limits, state = plan.limits, slot_state.state_specs(plan.limits)
     functions = {
-        "admit": (slot_state.admit_function(limits), (state, *slot_state.admit_specs(limits))),
+        "admit": (slot_state.admit, (state, *slot_state.admit_specs(limits))),
         "load-penalties": (slot_state.load_penalties, (state, *slot_state.load_penalties_specs(limits))),
         "copy-pages": (steps.copy_pages, (dict(caches), *steps.copy_specs())),
     }

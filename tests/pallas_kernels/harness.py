@@ -13,7 +13,7 @@ from jaxserve._compat import trace
 from jaxserve.pallas_kernels import OPS, Refusal
 
 # A kernel is named "platform/kernel", as it was registered.
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("reference", "cpu/native")
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
@@ -29,6 +29,8 @@ def compute(implementation: str, function: Callable[..., Any], *operands: Any, *
         chosen = functools.partial(op.reference, **params)
     else:
         platform, name = implementation.split("/")
+        if not op.has_kernel(platform, name):
+            pytest.skip(f"{op} has no kernel {implementation}")
         chosen = op.kernel(platform, name)(*(var.aval for var in eqn.invars), **params)
         if isinstance(chosen, Refusal):
             pytest.skip(f"{name} refuses: {chosen.reason}")

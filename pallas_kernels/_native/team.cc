@@ -40,12 +40,13 @@ Team& Team::get() {
   return *team;
 }
 
-void* Team::scratch(std::size_t bytes) {
+void* Team::scratch(std::size_t bytes, int use) {
   thread_local struct Buffer {
     void* data = nullptr;
     size_t size = 0;
     ~Buffer() { std::free(data); }
-  } buffer;
+  } buffers[2];
+  Buffer& buffer = buffers[use];
   if (buffer.size < bytes) {
     std::free(buffer.data);
     buffer.size = (bytes + 4095) / 4096 * 4096;

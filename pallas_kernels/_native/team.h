@@ -27,8 +27,9 @@ class Team {
     run(items, [](void* self, int64_t item, int thread) { (*static_cast<Plain*>(self))(item, thread); }, &body);
   }
 
-  // Memory of the calling thread that lasts until its next call of scratch(); grows and is never given back.
-  static void* scratch(std::size_t bytes);
+  // Memory of the calling thread that lasts until it asks for the same use again; grows and is never given back.
+  // Use 0 is a handler's, 1 that of a body that the team runs.
+  static void* scratch(std::size_t bytes, int use);
 
  private:
   using Function = void (*)(void*, int64_t, int);

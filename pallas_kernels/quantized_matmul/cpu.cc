@@ -107,7 +107,7 @@ ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuff
   // Scratch: x, its sums, and the result in float32 if it is to be rounded. float32's size does for both kinds of x.
   const bool direct = y->element_type() == ffi::F32;
   const int64_t floats = rows * (row + w.padded_groups()) + (direct ? 0 : rows * outputs);
-  float* memory = static_cast<float*>(Team::scratch(floats * sizeof(float)));
+  float* memory = static_cast<float*>(Team::scratch(floats * sizeof(float), 0));
   const Activations a{rows, bf16, memory, memory + rows * row};
   float* result = direct ? static_cast<float*>(y->untyped_data()) : a.sums + rows * w.padded_groups();
 

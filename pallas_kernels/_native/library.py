@@ -12,7 +12,7 @@ import jax
 ISAS = ("generic", "avx2", "avx512")
 
 # The targets of our custom calls in StableHLO, each a handler of this name in the library.
-CUSTOM_CALLS = ("jaxserve_quantized_matmul",)
+CUSTOM_CALLS = ("jaxserve_kv_write", "jaxserve_paged_attention", "jaxserve_quantized_matmul")
 
 
 @functools.cache

@@ -14,7 +14,7 @@ setup(
             SOURCES,
             depends=sorted(str(path) for path in pathlib.Path("pallas_kernels").glob("*/*.[hi]*")),
             # -isystem: XLA's headers warn under -Wall.
-            extra_compile_args=["-std=c++17", "-O3", "-DNDEBUG", "-Wall", "-Wno-psabi", "-isystem", jax.ffi.include_dir()],
+            extra_compile_args=["-std=c++17", "-O3", "-DNDEBUG", "-Wno-psabi", "-isystem", jax.ffi.include_dir()],
             optional=True,  # without a C++ compiler the XLA references run
         )
     ]

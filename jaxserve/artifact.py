@@ -34,6 +34,7 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
 GRAPH = "graph"
+REPORT = "report.html"
 STEP = "step"
 EXECUTABLES = "executables"
 

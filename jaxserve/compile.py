@@ -4,6 +4,7 @@ resolve -> trace -> passes (verified) -> weights -> programs (exported, compiled
 """
 
 import importlib.metadata
+import itertools
 import math
 import pathlib
 import time
@@ -11,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxserve import artifact as artifacts
 from jaxserve.artifact import ArtifactWriter
 from jaxserve.errors import UserError
+from jaxserve.final_weights import FinalWeights, calibration_text, check_calibration, write_weights
 from jaxserve.lowering import specs_of
 from jaxserve.manifest import (
-    ArraySpec,
     CacheGroup,
     Manifest,
     ModelInfo,
@@ -34,15 +34,14 @@ from jaxserve.passes.insert_paged_kv import InsertPagedKv
 from jaxserve.passes.pipeline import Pass, PipelineResult, Stage, run_pipeline
 from jaxserve.passes.printer import print_graph
 from jaxserve.passes.verify import NumberCheck, Verifier
-from jaxserve.passes.weights import WeightPlan
 from jaxserve.plan import CompileOptions, Plan, make_plan
 from jaxserve.programs import array_specs, build_programs
+from jaxserve.report_html import report_data, write_report
 from jaxserve.reporting import Reporter
 from jaxserve.serving import state as slot_state
 from jaxserve.serving import step as steps
 from jaxserve.shrink import check_shrunk
 from jaxserve.text import Tokenizer, load_tokenizer
-from jaxserve.weights_io import save_weights
 
 
 def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
@@ -61,7 +60,8 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
     if options.output is None:
         if options.stop_after is None:
             raise UserError("say where to write the artifact: -o DIR (or use --stop-after PASS to look at the IR only)")
-        _run_reference(make_plan(options, checkpoint, checkpoint.config.vocab), options, report, None)
+        plan = make_plan(options, checkpoint, checkpoint.config.vocab)
+        check_calibration(options.calibration, _run_reference(plan, options, report, None))
         return {"stopped_after": options.stop_after}
     with ArtifactWriter(options.output) as writer:
         folder = writer.path(artifacts.TOKENIZER)
@@ -71,13 +71,18 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
         plan = make_plan(options, checkpoint, min(checkpoint.config.vocab, tokenizer.vocab_size))
         _need_paged_kv(plan.passes)
         result = _run_reference(plan, options, report, writer)
+        text = calibration_text(options.calibration, result, tokenizer, checkpoint.config.max_positions)
         if options.verify:
             with report.stage("verify", "two-layer model through the paged cache") as stage:
                 stage.done(f"logits moved by {check_shrunk(plan.checkpoint.config, plan.passes):.1e}")
-        params = _save_weights(plan, result, writer, report)
-        programs = build_programs(plan, params, writer, report)
-        manifest = writer.finish(_manifest(options, plan, result, params, programs))
-    return summary(manifest, options.output, time.perf_counter() - start)
+        made = write_weights(plan, result, text, writer, report)
+        programs = build_programs(plan, made.params, writer, report)
+        manifest = _manifest(options, plan, result, made, programs)
+        write_report(
+            writer.path(artifacts.REPORT), report_data(manifest, result, str(made.calibration or ""), made.errors)
+        )
+        manifest = writer.finish(manifest)
+    return summary(manifest, options.output, time.perf_counter() - start, made.calibration_seconds)
 
 
 def _load_copied_tokenizer(folder: pathlib.Path, origin: str) -> Tokenizer:
@@ -95,7 +100,9 @@ def describe(config: ModelConfig) -> str:
     )
 
 
-def summary(manifest: Manifest, folder: pathlib.Path, seconds: float) -> dict[str, Any]:
+def summary(
+    manifest: Manifest, folder: pathlib.Path, seconds: float, calibration_seconds: float = 0.0
+) -> dict[str, Any]:
     """What a compile made and what it cost, as JSON data."""
     limits = manifest.limits
     return {
@@ -103,6 +110,8 @@ def summary(manifest: Manifest, folder: pathlib.Path, seconds: float) -> dict[st
         "model": manifest.model.name,
         "recipe": manifest.recipe,
         "activations": manifest.activations,
+        "calibration": str(manifest.calibration) if manifest.calibration else None,
+        "calibration_seconds": round(calibration_seconds, 1),
         "checkpoint_bytes": manifest.sizes.checkpoint_bytes,
         "weight_bytes": manifest.sizes.weight_bytes,
         "kv_tokens": limits.kv_tokens,
@@ -133,12 +142,12 @@ def _run_reference(
         stage.done(f"{len(graph.eqns)} equations, {len(graph.of_kind('param'))} parameters")
     numbers = NumberCheck() if options.verify else None
     _emit_ir(options, report, writer, 0, "trace", graph)
+    order = itertools.count(1)
 
     def after(before: Graph, ran: Stage) -> None:
         report.ran_pass(ran, explain=options.explain)
         Verifier(numbers)(before, ran)
-        index = 1 + [str(step) for step in plan.passes].index(str(ran.step))
-        _emit_ir(options, report, writer, index, ran.step.name, ran.result.graph)
+        _emit_ir(options, report, writer, next(order), ran.step.name, ran.result.graph)
 
     result = run_pipeline(graph, plan.passes, plan.context(bucket), [after])
     if numbers is not None:
@@ -162,31 +171,19 @@ def _emit_ir(
         writer.write(f"{artifacts.GRAPH}/{file}", text)
 
 
-def _save_weights(
-    plan: Plan, result: PipelineResult, writer: ArtifactWriter, report: Reporter
-) -> tuple[ArraySpec, ...]:
-    """Pulls every final parameter through its edits and writes it, one at a time."""
-    weights, count = WeightPlan(result.edits), len(result.graph.of_kind("param"))
-    with report.stage("weights", f"{count} arrays", total=count) as stage:
-        arrays = stage.each(weights.materialize(result.graph, plan.checkpoint))
-        params = save_weights(writer.path(artifacts.WEIGHTS), arrays)
-        stage.done(f"{_nbytes(params) / 1e6:.1f} MB in {count} arrays")
-    return params
+def _kv_format(passes: Sequence[Pass]) -> str:
+    return next(step.kv for step in passes if isinstance(step, InsertPagedKv))
 
 
-def _nbytes(specs: Sequence[ArraySpec]) -> int:
-    return sum(math.prod(spec.shape) * np.dtype(jax.numpy.dtype(spec.dtype)).itemsize for spec in specs)
-
-
-def _cache_groups(config: ModelConfig, caches: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[CacheGroup, ...]:
+def _cache_groups(config: ModelConfig, caches: Mapping[str, jax.ShapeDtypeStruct], form: str) -> tuple[CacheGroup, ...]:
     """Layers by window; the i-th attention is layer i in every family there is."""
     groups: dict[int | None, list[int]] = {}
     for layer, window in enumerate(config.windows):
         groups.setdefault(window, []).append(layer)
 
     def per_token(layer: int) -> int:
-        pair = (caches[f"kv/{layer}/k"], caches[f"kv/{layer}/v"])
-        return sum(math.prod(cache.shape[2:]) * cache.dtype.itemsize for cache in pair)
+        arrays = [spec for path, spec in caches.items() if path.startswith(f"kv/{layer}/")]
+        return sum(math.prod(spec.shape[2:]) * spec.dtype.itemsize for spec in arrays)
 
     return tuple(
         CacheGroup(
@@ -194,6 +191,7 @@ def _cache_groups(config: ModelConfig, caches: Mapping[str, jax.ShapeDtypeStruct
             kind="full" if window is None else "window",
             window=window,
             bytes_per_token=sum(map(per_token, layers)),
+            format=form,
         )
         for window, layers in groups.items()
     )
@@ -203,7 +201,7 @@ def _manifest(
     options: CompileOptions,
     plan: Plan,
     result: PipelineResult,
-    params: tuple[ArraySpec, ...],
+    made: FinalWeights,
     programs: tuple[Program, ...],
 ) -> Manifest:
     limits, checkpoint, caches = plan.limits, plan.checkpoint, specs_of(result.graph, "cache")
@@ -229,13 +227,14 @@ def _manifest(
         ),
         pass_spec=plan.spec,
         passes=tuple(_pass_record(stage) for stage in result.stages),
-        params=params,
+        calibration=made.calibration,
+        params=made.params,
         caches=array_specs(caches),
         state=array_specs(slot_state.state_specs(limits)),
-        cache_groups=_cache_groups(checkpoint.config, caches),
+        cache_groups=_cache_groups(checkpoint.config, caches, _kv_format(plan.passes)),
         programs=programs,
         generation=checkpoint.generation.to_json(),
-        sizes=Sizes(checkpoint_bytes=checkpoint.stored_bytes, weight_bytes=_nbytes(params)),
+        sizes=Sizes(checkpoint_bytes=checkpoint.stored_bytes, weight_bytes=made.nbytes),
     )
 
 

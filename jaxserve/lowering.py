@@ -7,27 +7,42 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.models.axes import param_axes
+from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import apply_params, param_specs
 from jaxserve.models.registry import make_module
 from jaxserve.pallas_kernels import QuantFormat
-from jaxserve.passes.graph import Graph, Input
+from jaxserve.passes.graph import Graph, Input, Stored
 from jaxserve.passes.trace import trace_graph
 
 Arrays = Mapping[str, Array]
 
 
+def stored_forms(checkpoint: Checkpoint) -> dict[str, Stored]:
+    """The quantized forms in which a checkpoint keeps parameters, by path."""
+    return {
+        path: Stored(spec.format, spec.stored, spec.exact, spec.activation)
+        for path, spec in checkpoint.specs().items()
+        if spec.format is not None
+    }
+
+
 def trace_model(
-    config: ModelConfig, tokens: int, rows: int, stored: Mapping[str, QuantFormat | None], dtype: str = "float32"
+    config: ModelConfig,
+    tokens: int,
+    rows: int,
+    stored: Mapping[str, Stored | QuantFormat | None],
+    dtype: str = "float32",
 ) -> Graph:
     """The model's graph for a step of T = `tokens` that gives logits of R = `rows` rows.
 
-    `stored` names the quantized form in which the checkpoint keeps a parameter. The compiler traces in float32:
-    narrower numbers are the passes' business.
+    `stored` names the quantized forms in which the checkpoint keeps parameters, in full or by their formats alone. The
+    compiler traces in float32: narrower numbers are the passes' business.
     """
     module = make_module(config, jnp.dtype(dtype))
+    forms = {path: Stored(form) if isinstance(form, QuantFormat) else form for path, form in stored.items()}
     params = tuple(
-        Input(path, "param", spec, param_axes(path), stored.get(path)) for path, spec in param_specs(module).items()
+        Input(path, "param", spec, param_axes(path), forms.get(path)) for path, spec in param_specs(module).items()
     )
     lengths = {"tokens": tokens, "positions": tokens, "segments": tokens, "logit_rows": rows}
     arguments = tuple(

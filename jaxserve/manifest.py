@@ -62,13 +62,30 @@ class PassRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrationRecord:
+    """On what text the passes were calibrated: its name and hash, and how many rows of how many tokens of it."""
+
+    text: str
+    sha256: str
+    sequences: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.sequences} sequences of {self.length} tokens of {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheGroup:
-    """Layers whose KV cache has the same geometry and shares one block table."""
+    """Layers whose KV cache has the same geometry and shares one block table.
+
+    `bytes_per_token` counts every array of all these layers; `format` is what keys and values are stored as.
+    """
 
     layers: tuple[int, ...]
     kind: str
     window: int | None
     bytes_per_token: int
+    format: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +145,7 @@ class Manifest:
     limits: StaticLimits
     pass_spec: str
     passes: tuple[PassRecord, ...] = ()
+    calibration: CalibrationRecord | None = None
     params: tuple[ArraySpec, ...]
     caches: tuple[ArraySpec, ...]
     state: tuple[ArraySpec, ...] = ()

@@ -5,8 +5,9 @@ import math
 import pathlib
 from collections.abc import Sequence
 
+from jaxserve.calibration import CalibrationOptions
 from jaxserve.errors import UserError
-from jaxserve.lowering import trace_model
+from jaxserve.lowering import stored_forms, trace_model
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
@@ -19,6 +20,7 @@ from jaxserve.targets import Target, find_target
 
 DEFAULT_MODEL_LEN = 4096
 DEFAULT_KV_TOKENS = 16384
+DEFAULT_PAGE, LARGEST_PAGE = 16, 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,8 @@ class CompileOptions:
     pipeline: str | None = None
     rules: tuple[str, ...] = ()
     group: str = ""
-    page_size: int = 16
+    calibration: CalibrationOptions | None = None
+    page_size: int | None = None
     max_num_seqs: int = 32
     max_model_len: int = 0
     kv_tokens: int = 0
@@ -64,8 +67,11 @@ class Plan:
 
     def graph(self, bucket: Bucket) -> Graph:
         """The model's graph before any pass, at a bucket's sizes."""
-        stored = {path: spec.format for path, spec in self.checkpoint.specs().items()}
-        return trace_model(self.checkpoint.config, bucket.tokens, bucket.logit_rows, stored)
+        return self.trace(bucket.tokens, bucket.logit_rows)
+
+    def trace(self, tokens: int, rows: int) -> Graph:
+        """The model's graph before any pass, for T tokens and R rows of logits."""
+        return trace_model(self.checkpoint.config, tokens, rows, stored_forms(self.checkpoint))
 
     def context(self, bucket: Bucket) -> Context:
         return Context(KvGeometry(self.limits.num_pages, self.limits.pages_per_seq, bucket.seqs))
@@ -74,25 +80,20 @@ class Plan:
 def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Plan:
     """The plan for a checkpoint whose tokenizer knows `vocab` ids; UserError names the flag that does not fit."""
     recipe = find_recipe(options.recipe or ("native" if checkpoint.native else "bf16"))
+    page = DEFAULT_PAGE if options.page_size is None else options.page_size
+    if not 1 <= page <= LARGEST_PAGE:
+        raise UserError(f"--page-size {page} is not between 1 and {LARGEST_PAGE}")
     if options.pipeline:
-        given = {
-            "--recipe": options.recipe,
-            "--activations": options.activations,
-            "--kv-dtype": options.kv_dtype,
-            "--rule": options.rules,
-        }
-        if idle := [flag for flag, value in given.items() if value]:
-            raise UserError(f"--pipeline says it all: leave out {', '.join(idle)}")
-    if options.group and (options.pipeline or recipe.scheme != "w4a16"):
-        raise UserError(f"--group and --sym belong to recipe w4a16, not to {options.pipeline or recipe.name}")
-    if options.pipeline:
+        _check_idle(options)
         passes = parse_spec(options.pipeline)
     else:
+        if options.group and not (recipe.scheme or "").startswith("w4a16"):
+            raise UserError(f"--group and --sym belong to recipe w4a16, not to {recipe.name}")
         passes = parse_spec(
             recipe.spec(
                 rules=";".join(options.rules),
                 group=options.group,
-                page=options.page_size,
+                page=page,
                 activations=options.activations or "",
                 kv=options.kv_dtype or "",
             )
@@ -100,7 +101,7 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
     passes = select(passes, options.disabled, options.stop_after)
     _check_printed(options.print_ir_after, [step.name for step in passes])
     activations = "bf16" if any(isinstance(step, NarrowMatmul) for step in passes) else "f32"
-    page = next((step.page for step in passes if isinstance(step, InsertPagedKv)), options.page_size)
+    page = next((step.page for step in passes if isinstance(step, InsertPagedKv)), page)
     limits = _limits(options, checkpoint, vocab, page)
     name = "custom" if options.pipeline else recipe.name
     target = find_target(options.target)
@@ -109,6 +110,19 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
     return Plan(
         checkpoint=checkpoint, recipe=name, activations=activations, passes=passes, limits=limits, target=target
     )
+
+
+def _check_idle(options: CompileOptions) -> None:
+    given = {
+        "--recipe": options.recipe,
+        "--activations": options.activations,
+        "--kv-dtype": options.kv_dtype,
+        "--rule": options.rules or None,
+        "--group and --sym": options.group or None,
+        "--page-size": options.page_size,
+    }
+    if idle := [flag for flag, value in given.items() if value is not None]:
+        raise UserError(f"--pipeline says it all: leave out {', '.join(idle)}")
 
 
 def _check_printed(asked: Sequence[str], names: Sequence[str]) -> None:
@@ -125,8 +139,8 @@ def _limits(options: CompileOptions, checkpoint: Checkpoint, vocab: int, page: i
     if not 2 <= length <= longest:
         raise UserError(f"--max-model-len {length} is not between 2 and {longest}, the model's own limit")
     kv_tokens = options.kv_tokens or max(length, min(DEFAULT_KV_TOKENS, length * options.max_num_seqs))
-    if page < 1 or page > 256:
-        raise UserError(f"--page-size {page} is not between 1 and 256")
+    if page > LARGEST_PAGE:
+        raise UserError(f"insert-paged-kv{{page={page}}} of the pipeline is not between 1 and {LARGEST_PAGE}")
     if kv_tokens < page:
         raise UserError(f"--kv-tokens {kv_tokens} does not hold one page of {page} tokens")
     if not 1 <= options.max_num_seqs <= 1024:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.models.config import Fields, ModelConfig
 from jaxserve.models.errors import CheckpointError
-from jaxserve.models.family import Sources, param_specs
+from jaxserve.models.family import Source, Sources, param_specs
 from jaxserve.models.registry import make_module
 from jaxserve.models.store import StoredTensor, TensorStore
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor
@@ -64,21 +64,24 @@ class GenerationDefaults:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A parameter as it can be read: shape, dtype of `read`, the form `read_native` gives if quantized, and what the
-    file calls its type (`BF16`, `Q4_K`)."""
+    """A parameter as it can be read: shape, dtype of `read`, the quantized form nearest to how it is stored, if it is
+    quantized, and what the file calls its type (`BF16`, `Q4_K`). `exact` says that this form holds it bit for bit, and
+    that `read_native` gives it; `activation` what its activations are to be quantized to (see `quantized_matmul`)."""
 
     shape: tuple[int, ...]
     dtype: str
     format: QuantFormat | None
     stored: str
+    exact: bool = True
+    activation: str | None = None
 
 
 class Checkpoint(abc.ABC):
     """A checkpoint that has been opened and checked: every parameter of its model is there with the right shape.
 
     Only headers have been read. `config` is the model's; `origin` says to people where it came from; `native` is true
-    when some parameters can be kept quantized as they are stored; `stored_bytes` is what the parameters take there;
-    `unused` names the stored tensors that no parameter needs.
+    when some parameters can be kept quantized exactly as they are stored; `stored_bytes` is what the parameters take
+    there; `unused` names the stored tensors that no parameter needs.
     """
 
     def __init__(
@@ -95,13 +98,28 @@ class Checkpoint(abc.ABC):
         self.origin = origin
         self.generation = generation
         self._store = store
-        self._sources = sources
         self._specs = check_tensors(config, store.tensors, sources, origin)
-        self.native = any(spec.format is not None for spec in self._specs.values())
+        sources = {**sources, **_input_scales(self._specs, sources)}
+        self._sources = sources
+        self.native = any(spec.format is not None and spec.exact for spec in self._specs.values())
         used = {source.name for source in sources.values()}
         self.stored_bytes = sum(store.tensors[name].nbytes for name in used)
         skip = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or r"(?!)")
-        self.unused = tuple(name for name in store.tensors if name not in used and not skip.fullmatch(name))
+        unused = [name for name in store.tensors if name not in used and not skip.fullmatch(name)]
+        self.unused = tuple(name for name in unused if not self._is_zero_bias(name, used))
+
+    def _is_zero_bias(self, name: str, used: set[str]) -> bool:
+        """Whether a tensor adds nothing to a layer that has no bias here: quantizers gave one to every layer. A bias
+        that adds something is an error, as the model would not be the one that is stored."""
+        layer, _, kind = name.rpartition(".")
+        if kind != "bias" or f"{layer}.weight" not in used or self._store.tensors[name].dtype is None:
+            return False
+        if self._store.read(name).any():
+            raise CheckpointError(
+                f"{self._store.tensors[name].file}: tensor '{name}' is not zero, but this {self.config.family} model"
+                " has no bias there"
+            )
+        return True
 
     def specs(self) -> dict[str, TensorSpec]:
         """Every parameter by path."""
@@ -119,8 +137,12 @@ class Checkpoint(abc.ABC):
         return array if order is None else array[order]
 
     def read_native(self, path: str) -> QuantizedTensor | np.ndarray:
-        """One parameter in the quantized form it is stored in, bit for bit, where `specs()` gives a format; else as
-        `read`."""
+        """One parameter in the quantized form it is stored in, bit for bit, where `specs()` gives an exact format;
+        else as `read`.
+
+        PATH/input_scale is the static scale, float32 [], of what the weight at PATH multiplies, where its activation is
+        `int8-static`.
+        """
         source = self._sources[path]
         tensor = self._store.read_native(source.name)
         order = source.row_order(tensor.shape[0])
@@ -131,6 +153,15 @@ class Checkpoint(abc.ABC):
     @abc.abstractmethod
     def write_tokenizer(self, folder: Path) -> None:
         """Write the checkpoint's tokenizer and chat template into a folder that exists."""
+
+
+def _input_scales(specs: Mapping[str, TensorSpec], sources: Sources) -> Sources:
+    """Where the static scales of activations are."""
+    return {
+        f"{path}/input_scale": Source(f"{sources[path].name.removesuffix('weight')}input_scale")
+        for path, spec in specs.items()
+        if spec.activation == "int8-static"
+    }
 
 
 def check_tensors(
@@ -155,5 +186,7 @@ def check_tensors(
             raise CheckpointError(
                 f"{stored.file}: tensor '{name}' is stored as {stored.stored}, which is not supported"
             )
-        specs[path] = TensorSpec(stored.shape, stored.dtype, stored.format, stored.stored)
+        specs[path] = TensorSpec(
+            stored.shape, stored.dtype, stored.format, stored.stored, stored.exact, stored.activation
+        )
     return specs

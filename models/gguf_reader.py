@@ -7,29 +7,24 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxserve.models.checkpoint import Checkpoint, GenerationDefaults
 from jaxserve.models.config import Fields, ModelConfig
 from jaxserve.models.errors import CheckpointError
+from jaxserve.models.gguf_blocks import KEPT, REQUANTIZED, ROUNDED, unpack_blocks
 from jaxserve.models.gguf_config import with_rope_factors
 from jaxserve.models.gguf_header import GGUFTensor, read_header
 from jaxserve.models.registry import GGUF_ARCHITECTURES
 from jaxserve.models.store import StoredTensor
 from jaxserve.models.tensor_file import read_array
-from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor, pack_int4
+from jaxserve.pallas_kernels import QuantizedTensor
 from jaxserve.text import gguf_tokenizer, save_tokenizer
 
 Type = GGMLQuantizationType
 
 _FLOATS = {Type.F32: np.dtype(np.float32), Type.F16: np.dtype(np.float16), Type.BF16: np.dtype(ml_dtypes.bfloat16)}
-_NATIVE = {
-    Type.Q4_0: QuantFormat(bits=4, group=32, offset="none", scale_dtype="float16"),
-    Type.Q4_1: QuantFormat(bits=4, group=32, offset="minimum", scale_dtype="float16"),
-    Type.Q8_0: QuantFormat(bits=8, group=32, offset="none", scale_dtype="float16"),
-}
-_DEQUANTIZED = {*_NATIVE, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -51,12 +46,11 @@ class GGUFStore:
         return dequantize(self._bytes(tensor), tensor.type)
 
     def read_native(self, name: str) -> QuantizedTensor | np.ndarray:
-        """The stored blocks of a Q4_0, Q4_1 or Q8_0 matrix, bit for bit; anything else as `read`."""
-        format = self.tensors[name].format
-        if format is None:
+        """The blocks of a quantized matrix, bit for bit, where a format holds them; anything else as `read`."""
+        tensor, spec = self.header.tensors[name], self.tensors[name]
+        if spec.format is None or not spec.exact:
             return self.read(name)
-        tensor = self.header.tensors[name]
-        return _unpack_blocks(self._bytes(tensor), tensor, format)
+        return unpack_blocks(self._bytes(tensor), tensor.type, tensor.shape[-1])
 
     def _bytes(self, tensor: GGUFTensor) -> np.ndarray:
         """The tensor's blocks as bytes, one row of the matrix a row."""
@@ -65,33 +59,16 @@ class GGUFStore:
 
 
 def _describe(tensor: GGUFTensor, path: Path) -> StoredTensor:
-    readable = _FLOATS | dict.fromkeys(_DEQUANTIZED, np.dtype(np.float32))
-    dtype = readable[tensor.type].name if tensor.type in readable else None
-    format = _NATIVE.get(tensor.type) if len(tensor.shape) == 2 else None
-    return StoredTensor(tensor.shape, tensor.type.name, dtype, format, str(path), tensor.nbytes)
-
-
-def _unpack_blocks(data: np.ndarray, tensor: GGUFTensor, format: QuantFormat) -> QuantizedTensor:
-    """Blocks of 32 inputs [scale f16 | minimum f16 (Q4_1) | codes] taken apart.
-
-    In a 4-bit block byte j holds input j in its low nibble and input j + 16 in its high one. Q4_0 means
-    scale * (q - 8): the code q - 8 in two's complement is q with its highest bit flipped.
-    """
-    outputs, inputs = tensor.shape
-    block, block_bytes = GGML_QUANT_SIZES[tensor.type]
-    blocks = data.reshape(outputs, inputs // block, block_bytes)
-    numbers = len(format.fields) - 1
-    headers = np.ascontiguousarray(blocks[..., : 2 * numbers]).view(np.float16)
-    codes = blocks[..., 2 * numbers :]
-    if format.bits == 8:
-        codes = codes.view(np.int8).reshape(outputs, inputs)
+    kind = tensor.type
+    if kind in _FLOATS:
+        dtype, format = _FLOATS[kind].name, None
+    elif kind in KEPT or kind in ROUNDED:
+        dtype, format = "float32", KEPT[kind].format if kind in KEPT else REQUANTIZED
     else:
-        if format.signed:
-            codes = codes ^ np.uint8(0x88)
-        split = np.concatenate([codes & np.uint8(0x0F), codes >> np.uint8(4)], axis=-1)
-        codes = pack_int4(split.reshape(outputs, inputs))
-    fields = {name: np.ascontiguousarray(headers[..., index]) for index, name in enumerate(format.fields[1:])}
-    return QuantizedTensor(format, (outputs, inputs), {"codes": np.ascontiguousarray(codes), **fields})
+        dtype, format = None, None
+    if len(tensor.shape) != 2:
+        format = None
+    return StoredTensor(tensor.shape, kind.name, dtype, format, str(path), tensor.nbytes, exact=kind not in ROUNDED)
 
 
 class GGUFCheckpoint(Checkpoint):

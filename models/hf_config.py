@@ -48,8 +48,6 @@ def base_config(
     activation = fields.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         fields.fail("hidden_act", f"is '{activation}'; supported: {', '.join(sorted(ACTIVATIONS))}")
-    if fields.get("quantization_config") is not None:
-        fields.fail("quantization_config", "is set; quantized safetensors are not supported, give the original weights")
     return ModelConfig(
         family=family,
         vocab=fields.integer("vocab_size", high=MAX_VOCAB),

@@ -14,6 +14,8 @@ from jaxserve.models.checkpoint import Checkpoint, GenerationDefaults
 from jaxserve.models.config import Fields, ModelConfig
 from jaxserve.models.errors import CheckpointError
 from jaxserve.models.json_file import parse_object, read_json
+from jaxserve.models.packed import PackedStore
+from jaxserve.models.quantization_config import quantized_layout
 from jaxserve.models.registry import FAMILIES
 from jaxserve.models.store import StoredTensor
 from jaxserve.models.tensor_file import check_places, mapped, read_array
@@ -24,6 +26,10 @@ MAX_HEADER = 100_000_000  # the format's own limit
 MAX_AXES = 8
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_PARTS = {
+    "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8), "I32": np.dtype(np.int32), "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}  # fmt: skip
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
@@ -45,14 +51,20 @@ class SafetensorsStore:
         self.tensors: Mapping[str, StoredTensor] = {name: place.tensor for name, place in places.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in its stored dtype."""
+        """The tensor in its stored dtype, which is one of floats."""
         place = self._places[name]
         tensor = place.tensor
         return read_array(tensor.file, place.start, _DTYPES[tensor.stored], tensor.shape)
 
     def read_native(self, name: str) -> np.ndarray:
-        """The same: nothing here is quantized."""
+        """The same: a tensor alone is never quantized."""
         return self.read(name)
+
+    def read_raw(self, name: str) -> np.ndarray:
+        """The tensor in its stored dtype, if that is one that parts of quantized weights have."""
+        place = self._places[name]
+        tensor = place.tensor
+        return read_array(tensor.file, place.start, (_DTYPES | _PARTS)[tensor.stored], tensor.shape)
 
 
 def open_store(folder: Path) -> SafetensorsStore:
@@ -139,9 +151,10 @@ class HFCheckpoint(Checkpoint):
         if (folder / "generation_config.json").exists():
             extra = folder / "generation_config.json"
             generation = GenerationDefaults.from_fields(Fields(read_json(extra), str(extra)), config.vocab, generation)
+        store, layout = open_store(folder), quantized_layout(folder, values)
         super().__init__(
             config,
-            open_store(folder),
+            store if layout is None else PackedStore(store, layout),
             family.hf_sources(config),
             origin=origin or str(folder),
             generation=generation,

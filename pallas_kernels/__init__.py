@@ -9,6 +9,7 @@ import jaxserve.pallas_kernels.quantized_matmul.cpu  # noqa: F401  (kernels regi
 from jaxserve.pallas_kernels._op import OPS, Choice, Kernel, Op, Refusal
 from jaxserve.pallas_kernels.attention.op import attention
 from jaxserve.pallas_kernels.dense_matmul.op import dense_matmul
+from jaxserve.pallas_kernels.kv_write.format import KV_FORMATS, KvFormat
 from jaxserve.pallas_kernels.kv_write.op import kv_write
 from jaxserve.pallas_kernels.paged_attention.op import paged_attention
 from jaxserve.pallas_kernels.quantized_matmul.format import QuantFormat, QuantizedTensor, pack_int4, unpack_int4
@@ -20,9 +21,11 @@ from jaxserve.pallas_kernels.rope.op import rope
 from jaxserve.pallas_kernels.rope.spec import LinearScaling, Llama3Scaling, RopeSpec
 
 __all__ = [
+    "KV_FORMATS",
     "OPS",
     "Choice",
     "Kernel",
+    "KvFormat",
     "LinearScaling",
     "Llama3Scaling",
     "Op",

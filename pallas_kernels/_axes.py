@@ -14,7 +14,8 @@ class Axes:
     """Sizes of the axis letters of one op call, learned operand by operand.
 
     `axes.match("q", q, "T N H", FLOATS)` checks rank, dtype and every letter already known, and learns the new ones. A
-    leading `...` stands for any number of axes, `S+1` is one more than the letter, and a number stands for itself.
+    leading `...` stands for any number of axes, `S+1` is one more than the letter, `H/2` half of it, and a number
+    stands for itself.
     """
 
     def __init__(self, op: str):
@@ -49,7 +50,8 @@ class Axes:
 
     def _learn(self, name: str, aval: Any, spec: str, letter: str, size: int) -> None:
         letter, _, more = letter.partition("+")
-        size -= int(more or 0)
+        letter, _, parts = letter.partition("/")
+        size = size * int(parts or 1) - int(more or 0)
         known, source = (int(letter), "") if letter.isdigit() else self._sizes.setdefault(letter, (size, name))
         if size != known:
             reason = f" with {letter} = {known} (from {source})" if source else ""

@@ -106,10 +106,6 @@ class Op:
         """Removes a kernel that `register` added."""
         del self._kernels[platform][name]
 
-    def has_kernel(self, platform: str, name: str) -> bool:
-        """Whether a kernel is registered under a name."""
-        return name in self._kernels[platform]
-
     def kernel(self, platform: str, name: str) -> Kernel:
         """The kernel registered under a name; KeyError if there is none."""
         return self._kernels[platform][name]

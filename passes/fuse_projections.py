@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve._compat import Atom, JaxprEqn, Var, spec_of
 from jaxserve.pallas_kernels import QuantizedTensor, dense_matmul
-from jaxserve.passes.graph import Graph, Input, where
+from jaxserve.passes.graph import Graph, Input, Stored, where
 from jaxserve.passes.match import Match, NoMatch
 from jaxserve.passes.pipeline import Context, Pass, PassResult
 from jaxserve.passes.readers import MATMUL
@@ -125,7 +125,7 @@ def stack_matmuls(rewriter: Rewriter, eqns: Sequence[JaxprEqn], name: str) -> Ma
     aval = jax.ShapeDtypeStruct((sum(sizes), parts[0].aval.shape[1]), parts[0].aval.dtype)
     letters = [entry.axes.split() for entry in parts]
     axes = f"{'+'.join(pair[0] for pair in letters)} {letters[0][1]}" if all(letters) else ""
-    weight = rewriter.add_input(Input(path, "param", aval, axes, parts[0].stored))
+    weight = rewriter.add_input(Input(path, "param", aval, axes, _stacked_form(parts)))
     results: tuple[Var, ...] = tuple(eqn.outvars[0] for eqn in eqns)
     operands = (eqns[0].invars[0], *(eqn.invars[1] for eqn in eqns))
     match = Match(place, operands, tuple(eqns), results, f"{len(eqns)} matmuls stacked into {path} {list(aval.shape)}")
@@ -169,3 +169,14 @@ def _problems(rewriter: Rewriter, eqns: Sequence[JaxprEqn], entries: Sequence[In
     forms = {str(entry.stored) for entry in parts if entry.stored} | {"dense" for entry in parts if not entry.stored}
     if len(forms) != 1:
         yield f"the checkpoint stores them in different forms ({', '.join(sorted(forms))}), which stacking would lose"
+    if any(entry.stored and entry.stored.format.ordered for entry in parts):
+        yield "the checkpoint stores each with an input order of its own, which stacking would lose"
+    if any(entry.stored and entry.stored.activation == "int8-static" for entry in parts):
+        yield "the checkpoint has a static scale of the activations for each, which stacking would lose"
+
+
+def _stacked_form(parts: Sequence[Input]) -> Stored | None:
+    """The form of weights that are stored in the same one, under the names that any of them has."""
+    forms = [entry.stored for entry in parts if entry.stored]
+    names = dict.fromkeys(form.name for form in forms)
+    return dataclasses.replace(forms[0], name=" and ".join(names)) if forms else None

@@ -23,6 +23,38 @@ KINDS = ("param", "cache", "state", "arg")  # also the order in which a rewritte
 
 
 @dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a checkpoint keeps a quantized parameter.
+
+    `format` holds it bit for bit if `exact`, else it is the nearest there is. `name` is what the checkpoint calls the
+    form (`Q4_K`, `GPTQ`), empty if it does not matter. `activation` is what whatever the weight multiplies is to be
+    quantized to, in the words of `quantized_matmul`. The scale of `int8-static` is the checkpoint's, too: no parameter
+    of the graph, but weight edits may read it at `input_scale_path`.
+    """
+
+    format: QuantFormat
+    name: str = ""
+    exact: bool = True
+    activation: str | None = None
+
+    def __str__(self) -> str:
+        activation = f", activations {self.activation}" if self.activation else ""
+        return f"{self.format}{'' if self.exact else ', rounded'}{activation}"
+
+    @property
+    def note(self) -> str:
+        """What keeping it in this form means, for people."""
+        if not self.exact:
+            return f"{self.name} requantized to {self.format}: no form holds it exactly"
+        return f"{self.name} kept exactly as {self}" if self.name else f"kept exactly as {self}"
+
+
+def input_scale_path(path: str) -> str:
+    """Where a checkpoint keeps the static scale of what the weight at `path` multiplies, float32 []."""
+    return f"{path}/input_scale"
+
+
+@dataclasses.dataclass(frozen=True)
 class Input:
     """One argument of a graph.
 
@@ -34,7 +66,7 @@ class Input:
     kind: Kind
     aval: jax.ShapeDtypeStruct
     axes: str = ""
-    stored: QuantFormat | None = None
+    stored: Stored | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +94,12 @@ class Graph:
     def donated(self) -> tuple[str, ...]:
         """Paths of the inputs whose buffers the outputs take over."""
         return tuple(output.replaces for output in self.outputs if output.replaces is not None)
+
+    @cached_property
+    def input_scales(self) -> frozenset[str]:
+        """Paths of the static scales that the checkpoint has beside its weights."""
+        forms = {entry.path: entry.stored for entry in self.inputs if entry.stored}
+        return frozenset(input_scale_path(path) for path, form in forms.items() if form.activation == "int8-static")
 
     @cached_property
     def _input_of_var(self) -> dict[Var, Input]:

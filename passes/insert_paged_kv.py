@@ -5,11 +5,13 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve._compat import JaxprEqn, Var, spec_of, vars_of
 from jaxserve.errors import UserError
-from jaxserve.pallas_kernels import kv_write, paged_attention
+from jaxserve.pallas_kernels import KV_FORMATS, KvFormat, kv_write, paged_attention
+from jaxserve.pallas_kernels.kv_write.format import cache_layout, halves
 from jaxserve.passes.graph import Graph, Input, Output, where
 from jaxserve.passes.match import Match, NoMatch
 from jaxserve.passes.pipeline import Context, KvGeometry, Pass, PassResult
@@ -24,18 +26,24 @@ class InsertPagedKv(Pass):
     """attention(q, k, v, positions, segments) becomes kv_write into two caches, then paged_attention over them.
 
     The caches of the i-th attention are the inputs `kv/i/k` and `kv/i/v` [pages, B, K, H] with B = `page`, donated and
-    returned under the same names. New arguments: kv_slots [T], block_tables [S, P], query_starts [S+1] and
-    context_lens [S]; `segments` is no longer read and goes.
+    returned under the same names. With kv = int8, int4 or fp8 those hold codes, and `kv/i/k_scale` and so on
+    [pages, B, K] the other arrays of the `KvFormat`. New arguments: kv_slots [T], block_tables [S, P], query_starts
+    [S+1] and context_lens [S]; `segments` is no longer read and goes.
     """
 
     name: ClassVar[str] = "insert-paged-kv"
     adds_outputs: ClassVar[bool] = True
     page: int = 16
-    kv: Literal["f32", "bf16"] = "bf16"
+    kv: Literal["f32", "bf16", "int8", "int4", "fp8"] = "bf16"
 
     def __post_init__(self) -> None:
         if self.page < 1:
             raise UserError(f"pass {self.name}: option page={self.page}; allowed: 1 and more tokens a page")
+
+    @property
+    def format(self) -> KvFormat | None:
+        """How keys and values are quantized, if they are."""
+        return KV_FORMATS.get(self.kv)
 
     def run(self, graph: Graph, context: Context) -> PassResult:
         rewriter = Rewriter(graph)
@@ -53,24 +61,45 @@ class InsertPagedKv(Pass):
             if entry is None or entry.path != name:
                 return NoMatch(where(eqn), f"its {name} are not the step's own, which the paged cache goes by")
         (tokens, _, _), (_, kv_heads, head_dim) = spec_of(q).shape, spec_of(k).shape
-        cache = jax.ShapeDtypeStruct((kv.num_pages, self.page, kv_heads, head_dim), DTYPES[self.kv])
-        caches = [rewriter.add_input(Input(f"kv/{index}/{name}", "cache", cache, "pages B K H")) for name in "kv"]
-        slots, tables, starts, lens = _arguments(rewriter, tokens, kv)
+        if self.format and head_dim % self.format.per_byte:
+            raise UserError(
+                f"pass {self.name}: option kv={self.kv} keeps two components of a head in a byte, and the heads of "
+                f"{where(eqn)} have {head_dim}; allowed: f32, bf16, int8, fp8"
+            )
+        caches = self._caches(index, kv.num_pages, self.page, kv_heads, head_dim)
+        cache_vars = list(map(rewriter.add_input, caches))
+        arguments = _arguments(rewriter, tokens, kv)
         options = {key: eqn.params[key] for key in ("scale", "window", "softcap")}
 
-        def paged(q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, *ragged: Any) -> tuple[Any, ...]:
-            k_cache, v_cache = kv_write(k_cache, v_cache, k.astype(k_cache.dtype), v.astype(v_cache.dtype), slots)
-            return paged_attention(q, k_cache, v_cache, *ragged, **options), k_cache, v_cache
+        def paged(q: Any, k: Any, v: Any, *operands: Any) -> tuple[Any, ...]:
+            *arrays, slots, tables, starts, lens = operands
+            keys, values = map(tuple, halves(arrays))
+            keys, values = kv_write(keys, values, k, v, slots, format=self.format)
+            return paged_attention(q, keys, values, tables, starts, lens, format=self.format, **options), *keys, *values
 
-        match = Match(where(eqn), tuple(eqn.invars), (eqn,), tuple(eqn.outvars), f"kv/{index} {list(cache.shape)}")
-        examples = partial(_batch, self.page, kv, tokens, vars_of(eqn.invars), caches, (slots, tables, starts, lens))
-        operands = [q, k, v, *caches, slots, tables, starts, lens]
-        # A bf16 cache rounds K and V: 2^-8 of each.
-        tolerance = 0.0 if cache.dtype == spec_of(q).dtype else 2.0**-7
+        detail = f"kv/{index} {self.kv} {list(caches[0].aval.shape)}"
+        match = Match(where(eqn), tuple(eqn.invars), (eqn,), tuple(eqn.outvars), detail)
+        examples = partial(_batch, self.page, kv, vars_of(eqn.invars), cache_vars, arguments)
+        operands, tolerance = [q, k, v, *cache_vars, *arguments], self._tolerance(spec_of(q).dtype)
         written = rewriter.replace(match, paged, operands, examples=examples, tolerance=tolerance)
-        for name, var in zip("kv", written, strict=True):
-            rewriter.add_output(Output(f"kv/{index}/{name}", cache, replaces=f"kv/{index}/{name}"), var)
+        for entry, var in zip(caches, written, strict=True):
+            rewriter.add_output(Output(entry.path, entry.aval, replaces=entry.path), var)
         return match
+
+    def _caches(self, index: int, *sizes: int) -> list[Input]:
+        """The arrays of the keys of the i-th attention, then those of its values."""
+        layout = cache_layout(self.format, DTYPES.get(self.kv), *sizes)
+        return [
+            Input(f"kv/{index}/{side}{name and '_'}{name}", "cache", spec, axes)
+            for side in "kv"
+            for name, (axes, spec) in layout.items()
+        ]
+
+    def _tolerance(self, dtype: np.dtype) -> float:
+        """How far the attention of activations of `dtype` may move: a bf16 cache rounds K and V to 2^-8 of each."""
+        if self.format:
+            return 2 * self.format.error
+        return 0.0 if dtype == DTYPES[self.kv] else 2.0**-7
 
 
 def _arguments(rewriter: Rewriter, tokens: int, kv: KvGeometry) -> tuple[Var, ...]:
@@ -89,18 +118,19 @@ def _arguments(rewriter: Rewriter, tokens: int, kv: KvGeometry) -> tuple[Var, ..
 def _batch(
     page: int,
     kv: KvGeometry,
-    tokens: int,
     operands: list[Var],
     caches: list[Var],
     arguments: tuple[Var, ...],
     rng: np.random.Generator,
     values: Values,
 ) -> tuple[Values, Values] | None:
-    """The same ragged batch in both spellings: fresh sequences of nearly equal lengths on shuffled pages.
+    """The same ragged batch in both spellings: fresh sequences of nearly equal lengths on shuffled pages. Slots that
+    nobody has written hold NaN or any code.
 
     None for a bucket of more tokens than its sequences can hold in the cache: another bucket is checked.
     """
     del values
+    tokens = spec_of(operands[0]).shape[0]
     rows = min(kv.seqs, tokens)
     counts = np.array([tokens // rows + (row < tokens % rows) for row in range(rows)])
     needed = -(-counts // page)
@@ -118,5 +148,9 @@ def _batch(
     old = {operands[3]: positions, operands[4]: segments}
     ragged = (slots, tables, starts, padded.astype(np.int32))
     new = {**old, **dict(zip(arguments, ragged, strict=True))}
-    new |= {cache: rng.normal(size=spec_of(cache).shape) for cache in caches}
+    new |= {cache: _unwritten(spec_of(cache)) for cache in caches}
     return old, new
+
+
+def _unwritten(cache: jax.ShapeDtypeStruct) -> np.ndarray:
+    return np.full(cache.shape, np.nan if jnp.issubdtype(cache.dtype, jnp.floating) else 255)

@@ -24,6 +24,8 @@ TOLERANCE = 2.0**-7
 class NarrowMatmul(Pass):
     """dense_matmul(x, w) becomes dense_matmul(bf16(x), bf16(w)), quantized_matmul(x, ...) takes bf16(x).
 
+    A quantized_matmul that quantizes its activation does so from float32: rounding it twice would gain nothing.
+
     Results keep their dtype and products accumulate in float32, so the residual stream, norms, rotations and softmax
     are as exact as before; w is stored in bf16, and a tied embedding's lookup reads the same rows, widened again.
     Rounding the residual stream as well would triple the error of the logits and save little: one row of D a token.
@@ -83,6 +85,8 @@ def _substitute(rewriter: Rewriter, match: Match, weight: Var, edit: WeightEdit)
 def _narrow_activation(rewriter: Rewriter, eqn: JaxprEqn) -> Match | NoMatch:
     if rewriter.graph.is_output(eqn.outvars[0]):
         return NoMatch(where(eqn), "its result is an output of the graph: it reads float32")
+    if eqn.params["activation"] is not None:
+        return NoMatch(where(eqn), f"its activation becomes {eqn.params['activation']}, from float32")
     bind = partial(OPS[QUANTIZED], **eqn.params)
     match = Match(where(eqn), tuple(eqn.invars), (eqn,), tuple(eqn.outvars), "reads its activation in bf16")
     rewriter.replace(

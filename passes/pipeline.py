@@ -14,6 +14,7 @@ from jaxserve.errors import UserError
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.match import Match, NoMatch
 from jaxserve.passes.rewrite import Replaced, Rewriter
+from jaxserve.passes.statistics import Statistic
 from jaxserve.passes.weights import WeightEdit
 
 
@@ -35,12 +36,16 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class PassResult:
-    """One transaction: the new graph, the weight edits that go with it, and what matched and what did not."""
+    """One transaction: the new graph, the weight edits that go with it, and what matched and what did not.
+
+    `statistics` are what the edits read beside parameters.
+    """
 
     graph: Graph
     edits: tuple[WeightEdit, ...] = ()
     report: tuple[Match | NoMatch, ...] = ()
     replaced: tuple[Replaced, ...] = ()
+    statistics: tuple[Statistic, ...] = ()
 
     @property
     def matches(self) -> int:
@@ -55,11 +60,13 @@ class PassResult:
 class Pass:
     """A named rewrite. Subclasses are frozen dataclasses; their fields are the options of the text form.
 
-    `adds_outputs` declares that the pass appends outputs (caches).
+    `adds_outputs` declares that the pass appends outputs (caches). `keeps_numbers` declares that its weights give the
+    same activations as before up to float rounding, so that calibration need not compute them again.
     """
 
     name: ClassVar[str]
     adds_outputs: ClassVar[bool] = False
+    keeps_numbers: ClassVar[bool] = False
 
     def run(self, graph: Graph, context: Context) -> PassResult:
         raise NotImplementedError

@@ -15,8 +15,8 @@ from jaxserve.passes.graph import Graph, where
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
 
 
-def print_graph(graph: Graph) -> str:
-    """The graph as text, one line an input, an equation and an output."""
+def print_graph(graph: Graph, places: bool = True) -> str:
+    """The graph as text, one line an input, an equation and an output; `places` says where equations come from."""
     names: dict[Var, str] = {}
     numbers = itertools.count()
     lines = ["graph {"]
@@ -25,7 +25,7 @@ def print_graph(graph: Graph) -> str:
         stored = f" stored({entry.stored})" if entry.stored else ""
         axes = f"  # {entry.axes}" if entry.axes else ""
         lines.append(f"  {entry.kind} @{entry.path}: {short(entry.aval)}{stored}{axes}")
-    lines += ["", *_body(graph.jaxpr, names, numbers, "  ", show_place=True), ""]
+    lines += ["", *_body(graph.jaxpr, names, numbers, "  ", show_place=places), ""]
     for output, atom in zip(graph.outputs, graph.jaxpr.outvars, strict=True):
         replaces = f" replaces @{output.replaces}" if output.replaces else ""
         lines.append(f"  return {output.name} = {_atom(atom, names)}: {short(output.aval)}{replaces}")

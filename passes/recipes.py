@@ -9,11 +9,12 @@ from jaxserve.passes.insert_paged_kv import InsertPagedKv
 from jaxserve.passes.lower_dense_matmul import LowerDenseMatmul
 from jaxserve.passes.narrow_matmul import NarrowMatmul
 from jaxserve.passes.pipeline import Pass, parse_pipeline
+from jaxserve.passes.prune import Prune
 from jaxserve.passes.quantize_matmul import QuantizeMatmul
 
 PASSES: dict[str, type[Pass]] = {
     cls.name: cls
-    for cls in (Canonicalize, LowerDenseMatmul, FuseQkv, FuseGateUp, QuantizeMatmul, NarrowMatmul, InsertPagedKv)
+    for cls in (Canonicalize, LowerDenseMatmul, Prune, FuseQkv, FuseGateUp, QuantizeMatmul, NarrowMatmul, InsertPagedKv)
 }
 
 

@@ -2,9 +2,20 @@
 
     lm_head=skip;layers_\\d+/mlp/.*=w4a16:g64:asym;.*=w8a16
 
-Schemes: `skip`, `native` (the blocks that the checkpoint came with), `w8a16` (int8, one scale a channel, symmetric),
-and `w4a16` with `:g32`, `:g64`, `:g128` or `:channel` (default g64) and `:sym` or `:asym` (default asym: a float
-minimum a group, as in GGUF's Q4_1).
+| scheme | weights | activations | options (the default first) |
+| --- | --- | --- | --- |
+| `skip` | stay dense | | |
+| `native` | as the checkpoint stores them | as it says | |
+| `w8a16` | int8 | as they are | channel, gN; sym, asym, zero |
+| `w4a16` | 4 bits | as they are | g64, gN, channel; asym, sym, zero |
+| `w3a16` | 3 bits, stored as 4 | as they are | g64, gN, channel; asym, sym, zero |
+| `w8a8` | int8 a channel, symmetric | int8, a scale a token | static: one scale, calibrated |
+| `w4a8` | QServe: 4 bits a group within int8 a channel | int8, a scale a token | g64, gN; static |
+| `fp8` | e4m3 a channel | e4m3, a scale a token | |
+
+`gN` is a group of N inputs, 32, 64 or 128, `channel` one for all inputs of an output. A width that N does not divide
+ends with a shorter group, which `--explain` says. `asym` has a float minimum a group, as in GGUF's Q4_1, `zero` an
+integer zero point, `sym` neither. Scales are float16 a group and float32 a channel.
 """
 
 import dataclasses
@@ -13,15 +24,42 @@ import re
 from jaxserve.errors import UserError
 from jaxserve.pallas_kernels import QuantFormat
 
-GROUPS = (32, 64, 128)
+OFFSETS = {"sym": "none", "asym": "minimum", "zero": "zero"}
+GROUPS = {"g32": 32, "g64": 64, "g128": 128}
+SHAPES = (*GROUPS, "channel", *OFFSETS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """What to do with one weight: `format` is None for `skip` and for `native`."""
+    """What to do with one weight, and with what it multiplies: `format` is None for `skip` and for `native`,
+    `activation` one of `quantized_matmul`'s."""
 
     text: str
     format: QuantFormat | None = None
+    activation: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """A scheme without options, and the options that it takes."""
+
+    format: QuantFormat | None = None
+    activation: str | None = None
+    options: tuple[str, ...] = ()
+
+
+_INT8 = QuantFormat(8, None, "none", "float32")
+_INT4 = QuantFormat(4, 64, "minimum", "float16")
+SCHEMES = {
+    "skip": _Kind(),
+    "native": _Kind(),
+    "w8a16": _Kind(_INT8, options=SHAPES),
+    "w4a16": _Kind(_INT4, options=SHAPES),
+    "w3a16": _Kind(dataclasses.replace(_INT4, bits=3), options=SHAPES),
+    "w8a8": _Kind(_INT8, "int8", ("static",)),
+    "w4a8": _Kind(QuantFormat(4, 64, "zero", "float32", level2="channel"), "int8", (*GROUPS, "static")),
+    "fp8": _Kind(dataclasses.replace(_INT8, element="e4m3"), "e4m3"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,25 +76,27 @@ class Rule:
 def parse_scheme(text: str) -> Scheme:
     """The scheme that `text` names; UserError with what is allowed otherwise."""
     name, *options = text.strip().split(":")
-    if name in ("skip", "native") and not options:
-        return Scheme(name)
-    if name == "w8a16" and not options:
-        return Scheme(name, QuantFormat(bits=8, group=None, offset="none", scale_dtype="float32"))
-    if name != "w4a16":
-        raise UserError(f"unknown quantization scheme {text!r}; allowed: skip, native, w8a16, w4a16[:gN][:sym|:asym]")
-    group: int | None = 64
-    offset = "minimum"
+    if name not in SCHEMES:
+        raise UserError(f"unknown quantization scheme {text!r}; allowed: {', '.join(SCHEMES)}")
+    kind = SCHEMES[name]
+    format, activation = kind.format, kind.activation
     for option in options:
-        if option in ("sym", "asym"):
-            offset = "none" if option == "sym" else "minimum"
-        elif option == "channel":
-            group = None
-        elif option in [f"g{size}" for size in GROUPS]:
-            group = int(option[1:])
-        else:
-            allowed = ", ".join(f"g{size}" for size in GROUPS)
-            raise UserError(f"scheme {text!r}: unknown option {option!r}; allowed: {allowed}, channel, sym, asym")
-    return Scheme(text.strip(), QuantFormat(bits=4, group=group, offset=offset, scale_dtype="float16"))
+        if option not in kind.options:
+            allowed = ", ".join(kind.options) or "none"
+            raise UserError(f"scheme {text!r}: unknown option {option!r}; allowed: {allowed}")
+        if option == "static":
+            activation = f"{kind.activation}-static"
+        elif format is not None:
+            format = _changed(format, option)
+    return Scheme(text.strip(), format, activation)
+
+
+def _changed(format: QuantFormat, option: str) -> QuantFormat:
+    if option in OFFSETS:
+        return dataclasses.replace(format, offset=OFFSETS[option])
+    group = GROUPS.get(option)
+    scale = format.scale_dtype if format.level2 else "float16" if group else "float32"
+    return dataclasses.replace(format, group=group, scale_dtype=scale)
 
 
 def parse_rules(text: str) -> tuple[Rule, ...]:

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve._compat import Atom, JaxprEqn, Literal, Var, check_jaxpr, jaxpr_as_fun, spec_of
+from jaxserve.passes import statistics
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.pipeline import Stage
 from jaxserve.passes.rewrite import Replaced, Values
+from jaxserve.passes.statistics import Statistic
 from jaxserve.passes.weights import dense
 
 
@@ -44,9 +46,16 @@ def _verify_edits(before: Graph, stage: Stage) -> None:
     """The weight edits read what exists, and write every parameter that the pass added or reshaped."""
     graph, name = stage.result.graph, stage.step.name
     known = {entry.path: entry.aval for entry in before.of_kind("param")}
+    measured = {statistic.path for statistic in stage.result.statistics}
+    for statistic in stage.result.statistics:
+        if before.input_of(statistic.var) is None and before.producer(statistic.var) is None:
+            raise VerifyError(f"after {name}: {statistic.path} is of a value that the graph before the pass lacks")
+        if not statistics.is_statistic(statistic.path):
+            raise VerifyError(f"after {name}: the statistic {statistic.path!r} could be taken for a parameter")
     written: set[str] = set()
     for edit in stage.result.edits:
-        unknown = [path for path in edit.reads if path not in known and path not in written]
+        there = known.keys() | written | measured | before.input_scales
+        unknown = [path for path in edit.reads if path not in there]
         if unknown:
             raise VerifyError(
                 f"after {name}: the edit of {', '.join(edit.writes)} reads {unknown[0]}, which is not there"
@@ -130,10 +139,15 @@ class NumberCheck:
     def _edited(self, before: Graph, stage: Stage, replaced: Replaced, values: Values) -> Values:
         """The parameters that the replacement's edits write, from those in `values` (or random ones)."""
         graph, written = stage.result.graph, dict[str, np.ndarray]()
+        measured = {statistic.path: statistic for statistic in stage.result.statistics}
         for edit in replaced.edits:
             reads = []
             for path in edit.reads:
-                if path not in written:
+                if path in measured and path not in written:
+                    written[path] = self._statistic(before, measured[path], replaced, values)
+                elif path in before.input_scales:
+                    written[path] = _input_scale(before, replaced, values)
+                elif path not in written:
                     var = before.var(path)
                     written[path] = values[var] if var in values else self._random(var)
                 reads.append(np.asarray(written[path], np.float32))
@@ -151,11 +165,26 @@ class NumberCheck:
                 written[path] = value
         return {graph.var(path): value for path, value in written.items() if graph.has_input(path)}
 
+    def _statistic(self, before: Graph, statistic: Statistic, replaced: Replaced, values: Values) -> np.ndarray:
+        """A statistic of the numbers that the region is run on; of random ones for an activation elsewhere."""
+        match, var = replaced.match, statistic.var
+        if var not in values and any(var in eqn.outvars for eqn in match.eqns):
+            (inner,) = _run(match.eqns, match.operands, (var,), before, values)
+            return statistics.compute(statistic.kind, inner)
+        return statistics.compute(statistic.kind, values[var] if var in values else self._random(var))
+
     def _random(self, atom: Atom) -> np.ndarray:
         aval = spec_of(atom)
         if jnp.issubdtype(aval.dtype, jnp.floating):
             return self._rng.standard_normal(aval.shape, np.float32).astype(aval.dtype)
         return self._rng.integers(0, 2, aval.shape).astype(aval.dtype)
+
+
+def _input_scale(before: Graph, replaced: Replaced, values: Values) -> np.ndarray:
+    """A static scale that fits the numbers a region is run on: that of int8 codes for its first operand that is no
+    parameter."""
+    x = next(atom for atom in replaced.match.operands if atom in values and not before.param_of(atom))
+    return np.asarray(statistics.compute("absmax", values[x]).max() / 127, np.float32)
 
 
 def relative_error(have: jax.Array, want: jax.Array) -> float:

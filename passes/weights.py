@@ -6,7 +6,7 @@ intermediate values is alive at a time.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.pallas_kernels import QuantizedTensor
 from jaxserve.passes.graph import Graph, Input
+from jaxserve.passes.statistics import is_statistic
 
 Value = np.ndarray | QuantizedTensor
 
@@ -23,12 +24,17 @@ class WeightEdit:
     """`writes = function(*reads)`: parameters by path.
 
     The function receives each read as the checkpoint stores it (a float array, or the quantized blocks) and returns one
-    value for each path in `writes`, in their order. Reads and writes may share paths: the edit then replaces them.
+    value for each path in `writes`, in their order. Reads and writes may share paths: the edit then replaces them. A
+    path that `statistic_path` makes reads a `Statistic` that the pass declares.
     """
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     function: Callable[..., tuple[Value, ...]]
+
+
+# Is told of every edit that runs: what it read and what it wrote.
+Watch = Callable[[WeightEdit, Sequence[Value], Sequence[Value]], None]
 
 
 class Source(Protocol):
@@ -47,52 +53,86 @@ class WeightPlan:
             for path in edit.writes:
                 self._writers.setdefault(path, []).append(index)
 
-    def materialize(self, graph: Graph, source: Source) -> Iterator[tuple[str, np.ndarray]]:
+    def materialize(self, graph: Graph, source: Source, watch: Watch | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (path, array) for every parameter of `graph`, in its order, in the dtype the graph asks for.
 
-        Results of one edit that several parameters share are kept until the last of them is taken. Raises ValueError
-        when a value does not have the shape that the graph declares.
+        Raises ValueError when a value does not have the shape that the graph declares.
         """
-        pending: dict[int, dict[str, Value]] = {}
-        wanted = {entry.path for entry in graph.of_kind("param")}
-        for entry in graph.of_kind("param"):
-            index = self._last_writer(entry.path, len(self.edits))
-            if index is None:
-                value = source.read_native(entry.path)
-            else:
-                if index not in pending:
-                    pending[index] = self._run(index, source, {})
-                value = pending[index].pop(entry.path)
-                if not wanted & pending[index].keys():
-                    del pending[index]
-            yield entry.path, _as_declared(value, entry)
+        params, count = graph.of_kind("param"), len(self.edits)
+        pull = Pull(self, source, [(entry.path, count) for entry in params], watch)
+        for entry in params:
+            yield entry.path, as_declared(pull.take(entry.path, count), entry)
 
     def originals(self, path: str) -> tuple[str, ...]:
         """The checkpoint's parameters that the final parameter at `path` is made of."""
-        return tuple(dict.fromkeys(self._originals(path, len(self.edits))))
+        found: dict[str, None] = {}
+        stack = [(path, len(self.edits))]
+        while stack:
+            path, before = stack.pop()
+            index = self.writer(path, before)
+            if index is not None:
+                stack += [(read, index) for read in reversed(self.edits[index].reads)]
+            elif not is_statistic(path):
+                found[path] = None
+        return tuple(found)
 
-    def _originals(self, path: str, before: int) -> Iterator[str]:
-        index = self._last_writer(path, before)
-        if index is None:
-            yield path
-        else:
-            for read in self.edits[index].reads:
-                yield from self._originals(read, index)
-
-    def _last_writer(self, path: str, before: int) -> int | None:
+    def writer(self, path: str, before: int) -> int | None:
+        """The last of the first `before` edits that writes `path`, or None: it is as the source has it."""
         return max((index for index in self._writers.get(path, ()) if index < before), default=None)
 
-    def _run(self, index: int, source: Source, done: dict[int, dict[str, Value]]) -> dict[str, Value]:
-        """What one edit writes; `done` holds the edits before it that this pull has already run."""
-        if index not in done:
-            edit = self.edits[index]
-            reads = [self._value(path, index, source, done) for path in edit.reads]
-            done[index] = dict(zip(edit.writes, edit.function(*reads), strict=True))
-        return done[index]
+    def makers(self, path: str, before: int) -> set[int]:
+        """Every one of the first `before` edits that has a part in the parameter at `path`."""
+        found: set[int] = set()
+        stack = [self.writer(path, before)]
+        while stack:
+            index = stack.pop()
+            if index is not None and index not in found:
+                found.add(index)
+                stack += [self.writer(read, index) for read in self.edits[index].reads]
+        return found
 
-    def _value(self, path: str, before: int, source: Source, done: dict[int, dict[str, Value]]) -> Value:
-        index = self._last_writer(path, before)
-        return source.read_native(path) if index is None else self._run(index, source, done)[path]
+
+class Pull:
+    """Pulls parameters through a plan's edits, each of which runs once, when the first of its results is asked for.
+
+    `wanted` is everything that will be taken: (path, n) for the parameter at `path` after the first n edits, as often
+    as it will be taken. A result is held until the last who wants it, another edit maybe, has it.
+    """
+
+    def __init__(self, plan: WeightPlan, source: Source, wanted: Iterable[tuple[str, int]], watch: Watch | None = None):
+        self._plan, self._source, self._watch = plan, source, watch
+        self._uses: dict[tuple[int, str], int] = {}
+        self._held: dict[tuple[int, str], Value] = {}
+        stack, known = list(wanted), set[int]()
+        while stack:
+            path, before = stack.pop()
+            index = plan.writer(path, before)
+            if index is not None:
+                self._uses[index, path] = self._uses.get((index, path), 0) + 1
+                if index not in known:
+                    known.add(index)
+                    stack += [(read, index) for read in plan.edits[index].reads]
+
+    def take(self, path: str, before: int) -> Value:
+        """The parameter at `path` after the first `before` edits."""
+        index = self._plan.writer(path, before)
+        if index is None:
+            return self._source.read_native(path)
+        key = index, path
+        if key not in self._held:
+            self._run(index)
+        self._uses[key] -= 1
+        return self._held[key] if self._uses[key] else self._held.pop(key)
+
+    def _run(self, index: int) -> None:
+        edit = self._plan.edits[index]
+        reads = [self.take(path, index) for path in edit.reads]
+        results = edit.function(*reads)
+        if self._watch is not None:
+            self._watch(edit, reads, results)
+        for path, value in zip(edit.writes, results, strict=True):
+            if self._uses.get((index, path)):
+                self._held[index, path] = value
 
 
 def dense(value: Value) -> np.ndarray:
@@ -100,11 +140,12 @@ def dense(value: Value) -> np.ndarray:
     return value.dequantize() if isinstance(value, QuantizedTensor) else value
 
 
-def _as_declared(value: Value, entry: Input) -> np.ndarray:
+def as_declared(value: Value, entry: Input) -> np.ndarray:
+    """The value as an input of a graph: dense, in its dtype. ValueError when it has another shape."""
     array = dense(value)
     if array.shape != entry.aval.shape:
         raise ValueError(f"{entry.path}: the edits give shape {array.shape}, the graph declares {entry.aval.shape}")
-    return np.ascontiguousarray(array.astype(entry.aval.dtype, copy=False))
+    return np.asarray(array.astype(entry.aval.dtype, copy=False), order="C")
 
 
 class ValueSource:

@@ -145,6 +145,9 @@ def test_not_a_model(tmp_path: pathlib.Path, capsys: Capture):
 # ---- flags
 
 
+CALIBRATED = "canonicalize,lower-dense-matmul,prune,insert-paged-kv"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -166,7 +169,14 @@ def test_not_a_model(tmp_path: pathlib.Path, capsys: Capture):
         (["--max-num-seqs", "0"], "--max-num-seqs 0 is not between"),
         (["--max-num-batched-tokens", "7"], "--max-num-batched-tokens 7 is not between --max-num-seqs 32 and"),
         (["--page-size", "257"], "--page-size 257 is not between 1 and 256"),
-        (["--page-size", "0"], "page=0; allowed: 1"),
+        (["--page-size", "0"], "--page-size 0 is not between 1 and 256"),
+        (["--pipeline", "insert-paged-kv", "--page-size", "16"], "--pipeline says it all: leave out --page-size"),
+        (["--pipeline", "insert-paged-kv{page=300}"], "insert-paged-kv{page=300} of the pipeline is not between 1 and"),
+        (["--recipe", "w4a16", "--group", "48"], "--group 48: allowed are 32, 64, 128"),
+        (["--calibration-length", "0"], "--calibration-length 0 is not at least 1"),
+        (["--recipe", "f32", "--calibration-sequences", "8"], "--calibration: no pass of this pipeline looks at"),
+        (["--pipeline", CALIBRATED, "--calibration-length", "513"], "--calibration-length 513 is more than 512"),
+        (["--pipeline", CALIBRATED, "--calibration", "/none"], "--calibration /none: No such file or directory"),
         (["--target", "abacus"], "abacus"),
     ],
 )
@@ -188,12 +198,6 @@ def test_output_that_is_somebodys(stories: pathlib.Path, tmp_path: pathlib.Path,
     assert "exists and is not a folder" in refused(capsys, "compile", stories, "-o", tmp_path / "notes.txt")
     assert "say where to write the artifact: -o DIR" in refused(capsys, "compile", stories)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_group_that_argparse_knows(stories: pathlib.Path, tmp_path: pathlib.Path, capsys: Capture):
-    with pytest.raises(SystemExit) as caught:
-        main(["compile", str(stories), "-o", str(tmp_path / "artifact"), "--recipe", "w4a16", "--group", "48"])
-    assert caught.value.code == 2 and "invalid choice: '48'" in capsys.readouterr().err
 
 
 # ---- looking at the pipeline

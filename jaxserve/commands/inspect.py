@@ -22,12 +22,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     limits, before, after = manifest.limits, manifest.sizes.checkpoint_bytes, manifest.sizes.weight_bytes
     kv_bytes = sum(group.bytes_per_token for group in manifest.cache_groups) * limits.kv_tokens
+    kv_format = "".join(f" in {name}" for name in {group.format for group in manifest.cache_groups} if name)
     facts = {
         "model": f"{manifest.model.name} ({manifest.model.family}), from {manifest.model.origin}",
         "recipe": f"{manifest.recipe}, activations {manifest.activations}, target {manifest.target}",
         "pipeline": manifest.pass_spec,
         "weights": f"{before / 1e6:.1f} MB in the checkpoint, {after / 1e6:.1f} MB in memory",
-        "KV cache": f"{limits.kv_tokens} tokens, pages of {limits.page_size}, {kv_bytes / 1e6:.1f} MB",
+        "KV cache": f"{limits.kv_tokens} tokens{kv_format}, pages of {limits.page_size}, {kv_bytes / 1e6:.1f} MB",
         "limits": f"{limits.max_num_seqs} sequences of up to {limits.max_model_len} tokens",
         "end tokens": ", ".join(map(str, manifest.generation.get("eos_ids", []))) or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),

@@ -7,13 +7,17 @@ import jax
 
 from jaxserve.pallas_kernels._native import is_available, native_call
 from jaxserve.pallas_kernels._op import Refusal
+from jaxserve.pallas_kernels.kv_write.format import KvFormat
 from jaxserve.pallas_kernels.kv_write.op import OP
 
 FLOATS = ("float32", "bfloat16")
 
 
-def kernel(k_cache: Any, v_cache: Any, k: Any, v: Any, slots: Any) -> Callable[..., Any] | Refusal:
+def kernel(*operands: Any, format: KvFormat | None) -> Callable[..., Any] | Refusal:
     """The native kernel for this call; XLA copies the caches first where they are not donated."""
+    if format is not None:
+        return Refusal(f"it writes {', '.join(FLOATS)}, not {format}")
+    k_cache, v_cache, k, _, slots = operands
     if k_cache.dtype.name not in FLOATS or k.dtype.name not in FLOATS or slots.shape[0] == 0:
         return Refusal(f"rows are {k.dtype.name} and the cache {k_cache.dtype.name}; it knows {', '.join(FLOATS)}")
     results = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache)]

@@ -4,49 +4,60 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Float, Int32
 
 from jaxserve.pallas_kernels._axes import FLOATS, INT32, Axes
 from jaxserve.pallas_kernels._op import Op, Operand, spec_like
+from jaxserve.pallas_kernels.kv_write.format import Cache, KvFormat, encode, halves, match_cache
 
 
 def _scatter(cache: Any, rows: Any, slots: Any) -> Any:
     flat = cache.reshape(-1, *cache.shape[2:])
     # A negative index would count from the end; one past the end is dropped.
     index = jnp.where(slots < 0, flat.shape[0], slots)
-    return flat.at[index].set(rows.astype(cache.dtype), mode="drop").reshape(cache.shape)
+    return flat.at[index].set(rows, mode="drop").reshape(cache.shape)
 
 
-def reference(k_cache: Any, v_cache: Any, k: Any, v: Any, slots: Any) -> Any:
-    return _scatter(k_cache, k, slots), _scatter(v_cache, v, slots)
+def reference(*operands: Any, format: KvFormat | None) -> Any:
+    *caches, k, v, slots = operands
+    dtype = caches[0].dtype
+    rows = (*encode(k, format, dtype), *encode(v, format, dtype))
+    return tuple(_scatter(cache, each, slots) for cache, each in zip(caches, rows, strict=True))
 
 
-def shape_rule(k_cache: Any, v_cache: Any, k: Any, v: Any, slots: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    axes = Axes("kv_write")
-    axes.match("k_cache", k_cache, "pages B K H", FLOATS)
-    axes.match("v_cache", v_cache, "pages B K H", (k_cache.dtype,))
+def shape_rule(*operands: Any, format: KvFormat | None) -> tuple[jax.ShapeDtypeStruct, ...]:
+    *caches, k, v, slots = operands
+    axes, (k_cache, v_cache) = Axes("kv_write"), halves(caches)
+    match_cache(axes, "k_cache", k_cache, format, FLOATS)
+    match_cache(axes, "v_cache", v_cache, format, (caches[0].dtype,))
     axes.match("k", k, "T K H", FLOATS)
     axes.match("v", v, "T K H", (k.dtype,))
     axes.match("slots", slots, "T", INT32)
-    return spec_like(k_cache), spec_like(v_cache)
+    return tuple(map(spec_like, caches))
 
 
 OP = Op("kv_write", reference, shape_rule, multiple_results=True).publish()
 
 
 def kv_write(
-    k_cache: Float[Operand, "pages B K H"],
-    v_cache: Float[Operand, "pages B K H"],
+    k_cache: Cache,
+    v_cache: Cache,
     k: Float[Operand, "T K H"],
     v: Float[Operand, "T K H"],
     slots: Int32[Operand, " T"],
-) -> tuple[Float[Array, "pages B K H"], Float[Array, "pages B K H"]]:
+    *,
+    format: KvFormat | None = None,
+) -> tuple[Any, Any]:
     """The caches with token t's key and value stored at page slots[t] // B, offset slots[t] % B.
 
-    A negative slot, or one past the pool, writes nothing. Slots of one call must differ from each other: which of two
-    writes to one slot wins is not defined. k and v are rounded to the cache's dtype. Donate the caches and the write
-    happens in place.
+    Without a `format` a cache is one array [pages, B, K, H] of a floating dtype, to which k and v are rounded; with
+    one it is the tuple of the format's arrays, and k and v are quantized (see `KvFormat`). The caches come back in the
+    form in which they were given.
 
-    Raises TypeError when shapes or dtypes do not fit.
+    A negative slot, or one past the pool, writes nothing. Slots of one call must differ from each other: which of two
+    writes to one slot wins is not defined. Donate the caches and the write happens in place.
+
+    Raises TypeError when shapes, dtypes or the number of arrays do not fit.
     """
-    return OP(k_cache, v_cache, k, v, slots)
+    arrays, form = jax.tree.flatten((k_cache, v_cache))
+    return jax.tree.unflatten(form, OP(*arrays, k, v, slots, format=format))

@@ -8,15 +8,18 @@ import numpy as np
 
 from jaxserve.pallas_kernels._native import is_available, native_call
 from jaxserve.pallas_kernels._op import Refusal
+from jaxserve.pallas_kernels.kv_write.format import KvFormat
 from jaxserve.pallas_kernels.paged_attention.op import OP
 
 FLOATS = ("float32", "bfloat16")
 
 
 def kernel(
-    q: Any, k: Any, *rest: Any, scale: float, window: int | None, softcap: float | None
+    q: Any, k: Any, *rest: Any, scale: float, window: int | None, softcap: float | None, format: KvFormat | None
 ) -> Callable[..., jax.Array] | Refusal:
-    """The native kernel for this call: one token's heads at a time, so that a token's result depends on nothing else."""
+    """The native kernel for this call: one token's heads at a time, so that a token's result depends on no other."""
+    if format is not None:
+        return Refusal(f"it reads caches of {', '.join(FLOATS)}, not {format}")
     if q.dtype.name not in FLOATS or k.dtype.name not in FLOATS:
         return Refusal(f"queries are {q.dtype.name} and the cache {k.dtype.name}; it knows {', '.join(FLOATS)}")
     return native_call(

@@ -8,25 +8,22 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.pallas_kernels._axes import FLOATS, INT32, Axes
 from jaxserve.pallas_kernels._op import Op, Operand, spec_like
 from jaxserve.pallas_kernels.attention.op import check_options
+from jaxserve.pallas_kernels.kv_write.format import Cache, KvFormat, halves, match_cache
 from jaxserve.pallas_kernels.paged_attention.reference import reference
 
 
 def shape_rule(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_tables: Any,
-    query_starts: Any,
-    context_lens: Any,
-    *,
+    *operands: Any,
+    format: KvFormat | None,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> jax.ShapeDtypeStruct:
-    axes = Axes("paged_attention")
+    q, *caches, block_tables, query_starts, context_lens = operands
+    axes, (k_cache, v_cache) = Axes("paged_attention"), halves(caches)
     axes.match("q", q, "T N H", FLOATS)
-    axes.match("k_cache", k_cache, "pages B K H", FLOATS)
-    axes.match("v_cache", v_cache, "pages B K H", (k_cache.dtype,))
+    match_cache(axes, "k_cache", k_cache, format, FLOATS)
+    match_cache(axes, "v_cache", v_cache, format, (caches[0].dtype,))
     axes.match("block_tables", block_tables, "S P", INT32)
     axes.match("query_starts", query_starts, "S+1", INT32)
     axes.match("context_lens", context_lens, "S", INT32)
@@ -39,8 +36,8 @@ OP = Op("paged_attention", reference, shape_rule).publish()
 
 def paged_attention(
     q: Float[Operand, "T N H"],
-    k_cache: Float[Operand, "pages B K H"],
-    v_cache: Float[Operand, "pages B K H"],
+    k_cache: Cache,
+    v_cache: Cache,
     block_tables: Int32[Operand, "S P"],
     query_starts: Int32[Operand, " S+1"],
     context_lens: Int32[Operand, " S"],
@@ -48,28 +45,32 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    format: KvFormat | None = None,
 ) -> Float[Array, "T N H"]:
     """Causal softmax attention of a ragged batch of sequences over keys and values in the paged cache.
 
     Row s owns the tokens query_starts[s] <= t < query_starts[s+1]; they are the last ones of its context_lens[s]
     tokens, so token t sits at position i = context_lens[s] - query_starts[s+1] + t. The key at position j of row s is
     k_cache[block_tables[s, j // B], j % B], values alike; those of the tokens themselves must be written already.
+    Without a `format` a cache is one array [pages, B, K, H]; with one it is the tuple of the format's arrays, from
+    which keys and values are computed in float32 (see `KvFormat`), a few pages at a time.
 
     o[t,n] = sum_j softmax_j(cap(scale * q[t,n] . k[j, n // (N/K)])) v[j, n // (N/K)] over the j with 0 <= i - j
     (< `window` if given); cap(s) is softcap * tanh(s / softcap), or s. Computed in float32, rounded once to q's dtype.
 
     Tokens from query_starts[S] on are padding and give 0. Entries of a block table past the context may hold anything,
     and nothing of a page or slot outside the context reaches a result, not even NaN.
-    Raises TypeError when shapes or dtypes do not fit, N is no multiple of K, or an option is out of range.
+    Raises TypeError when shapes, dtypes or the number of arrays do not fit, N is no multiple of K, or an option is out
+    of range.
     """
     return OP(
         q,
-        k_cache,
-        v_cache,
+        *jax.tree.leaves((k_cache, v_cache)),
         block_tables,
         query_starts,
         context_lens,
         scale=float(scale),
         window=None if window is None else int(window),
         softcap=None if softcap is None else float(softcap),
+        format=format,
     )

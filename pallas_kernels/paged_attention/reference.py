@@ -4,12 +4,14 @@ Rows of one token (decoding) are computed together, one loop over the blocks of 
 tokens (prefill chunks, verification) are cut into query tiles, and each tile loops over the blocks it can see.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.attention.op import cap
+from jaxserve.pallas_kernels.kv_write.format import KvFormat, decode, halves
 
 KEYS_PER_BLOCK = 128
 TOKENS_PER_TILE = 32
@@ -21,6 +23,7 @@ class _Options(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    format: KvFormat | None
 
 
 class _Softmax(NamedTuple):
@@ -48,20 +51,11 @@ class _Softmax(NamedTuple):
         return self.mixed / jnp.where(self.total > 0, self.total, 1.0)[..., None]
 
 
-def reference(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_tables: Any,
-    query_starts: Any,
-    context_lens: Any,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Any:
+def reference(*operands: Any, scale: float, window: int | None, softcap: float | None, format: KvFormat | None) -> Any:
+    q, *caches, block_tables, query_starts, context_lens = operands
+    k_cache, v_cache = halves(caches)
     tokens, rows = q.shape[0], block_tables.shape[0]
-    options = _Options(scale, window, softcap)
+    options = _Options(scale, window, softcap, format)
     counts = query_starts[1:] - query_starts[:-1]
     first_positions = context_lens - counts
     if tokens <= rows:
@@ -81,16 +75,18 @@ def reference(
     return several.at[jnp.where(single, token, tokens)].set(alone, mode="drop")
 
 
-def _gather(cache: Any, tables: Any, first_page: Any, pages: int, highest_position: Any) -> tuple[Any, Any]:
+def _gather(
+    cache: Sequence[Any], format: KvFormat | None, tables: Any, first_page: Any, pages: int, highest_position: Any
+) -> tuple[Any, Any]:
     """Keys or values of `pages` pages from `first_page` [R] on: float32 [R,J,K,H], positions [R,J]; J = pages*B.
 
     Slots past `highest_position` [R] come back as 0, whatever they and the table entries that lead there hold.
     """
-    page_size = cache.shape[1]
+    page_size = cache[0].shape[1]
     page = first_page[:, None] + jnp.arange(pages, dtype=jnp.int32)
     entries = jnp.take_along_axis(tables, page, axis=1, mode="clip")
-    found = jnp.take(cache, entries, axis=0, mode="clip").astype(jnp.float32)
-    found = found.reshape(len(entries), pages * page_size, *cache.shape[2:])
+    found = decode([jnp.take(array, entries, axis=0, mode="clip") for array in cache], format)
+    found = found.reshape(len(entries), pages * page_size, *found.shape[3:])
     positions = first_page[:, None] * page_size + jnp.arange(pages * page_size, dtype=jnp.int32)
     known = positions <= highest_position[:, None]
     return jnp.where(known[:, :, None, None], found, 0.0), positions
@@ -110,7 +106,7 @@ def _visible(query: Any, key: Any, window: int | None) -> Any:
 def _single_tokens(q: Any, k_cache: Any, v_cache: Any, tables: Any, position: Any, options: _Options) -> Any:
     """Attention of R tokens q [R,N,H] with a block table each [R,P], at positions [R]; -1 gives 0. Float32 [R,N,H]."""
     rows, heads, head_dim = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
+    page_size, kv_heads = k_cache[0].shape[1:3]
     pages = max(1, min(KEYS_PER_BLOCK // page_size, tables.shape[1]))
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32) * options.scale
     first_page = _first_page(position, page_size, options.window)
@@ -118,8 +114,8 @@ def _single_tokens(q: Any, k_cache: Any, v_cache: Any, tables: Any, position: An
 
     def add_block(block: Any, softmax: _Softmax) -> _Softmax:
         start = first_page + block * pages
-        keys, key_position = _gather(k_cache, tables, start, pages, position)
-        values, _ = _gather(v_cache, tables, start, pages, position)
+        keys, key_position = _gather(k_cache, options.format, tables, start, pages, position)
+        values, _ = _gather(v_cache, options.format, tables, start, pages, position)
         scores = cap(jnp.einsum("rkgh,rjkh->rkgj", grouped, keys, precision=_EXACT), options.softcap)
         visible = _visible(position[:, None], key_position, options.window)
         return softmax.add(jnp.where(visible[:, None, None], scores, -jnp.inf), values, "rkgj,rjkh->rkgh")
@@ -134,7 +130,7 @@ def _tiles(
 ) -> Any:
     """Attention of the rows that own several tokens, [T,N,H]; padding is 0, other rows hold nothing of use."""
     tokens, heads, head_dim = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
+    page_size, kv_heads = k_cache[0].shape[1:3]
     size = min(TOKENS_PER_TILE, tokens)
     pages = max(1, min(KEYS_PER_BLOCK // page_size, tables.shape[1]))
     counts = query_starts[1:] - query_starts[:-1]
@@ -155,8 +151,8 @@ def _tiles(
 
         def add_block(block: Any, softmax: _Softmax) -> _Softmax:
             page = first_page + block * pages
-            keys, key_position = _gather(k_cache, tables[row][None], page, pages, last[None])
-            values, _ = _gather(v_cache, tables[row][None], page, pages, last[None])
+            keys, key_position = _gather(k_cache, options.format, tables[row][None], page, pages, last[None])
+            values, _ = _gather(v_cache, options.format, tables[row][None], page, pages, last[None])
             scores = cap(jnp.einsum("ikgh,jkh->kgij", queries, keys[0], precision=_EXACT), options.softcap)
             visible = _visible(position[:, None], key_position, options.window)
             return softmax.add(jnp.where(visible, scores, -jnp.inf), values[0], "kgij,jkh->kgih")

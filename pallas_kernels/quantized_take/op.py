@@ -13,8 +13,11 @@ from jaxserve.pallas_kernels.quantized_matmul.op import dequantize, match_fields
 
 
 def reference(ids: Any, *arrays: Any, format: QuantFormat, shape: tuple[int, int], dtype: str) -> Any:
-    rows = tuple(jnp.take(array, ids, axis=0, mode="clip") for array in arrays)
-    return dequantize(rows, format, shape[1], dtype)
+    rows = [
+        array if field == "order" else jnp.take(array, ids, axis=0, mode="clip")
+        for field, array in zip(format.fields, arrays, strict=True)
+    ]
+    return dequantize(tuple(rows), format, shape[1], dtype)
 
 
 def shape_rule(ids: Any, *arrays: Any, format: QuantFormat, shape: tuple[int, int], dtype: str) -> jax.ShapeDtypeStruct:

@@ -120,7 +120,6 @@ def test_unknown_family_lists_the_known():
         ("rope_parameters", {"partial_rotary_factor": 9}, "of which 144 channels would rotate"),
         ("tie_word_embeddings", "no", "'tie_word_embeddings' must be true or false"),
         ("hidden_act", "swoosh", "'hidden_act' is 'swoosh'; supported: gelu"),
-        ("quantization_config", {"quant_method": "awq"}, "'quantization_config' is set"),
         ("model_type", 3, "'model_type' must be a string"),
     ],
 )

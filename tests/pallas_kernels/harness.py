@@ -11,30 +11,34 @@ import pytest
 
 from jaxserve._compat import trace
 from jaxserve.pallas_kernels import OPS, Refusal
+from jaxserve.pallas_kernels._native import describe, is_available
 
 # A kernel is named "platform/kernel", as it was registered.
-IMPLEMENTATIONS = ("reference", "cpu/native")
+IMPLEMENTATIONS = ("reference",)
+NATIVE = (*IMPLEMENTATIONS, pytest.param("cpu/native", marks=pytest.mark.skipif(not is_available(), reason=describe())))
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+native_implementations = pytest.mark.parametrize("implementation", NATIVE)
 dtypes = pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 
 
 def compute(implementation: str, function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
-    """What the implementation makes of `function(*operands, **options)`, a call of one op, as float32 numpy."""
+    """What the implementation makes of `function(*operands, **options)`, a call of one op, as float32 numpy.
+
+    Operands may be tuples of arrays, as caches are; all results of the op come one after the other.
+    """
     (eqn,) = trace(function, *operands, **options).eqns
     op, params = OPS[eqn.primitive.name], eqn.params
     if implementation == "reference":
         chosen = functools.partial(op.reference, **params)
     else:
         platform, name = implementation.split("/")
-        if not op.has_kernel(platform, name):
-            pytest.skip(f"{op} has no kernel {implementation}")
         chosen = op.kernel(platform, name)(*(var.aval for var in eqn.invars), **params)
         if isinstance(chosen, Refusal):
             pytest.skip(f"{name} refuses: {chosen.reason}")
-    return jax.tree.map(lambda array: np.asarray(array, np.float32), jax.jit(chosen)(*operands))
+    return jax.tree.map(lambda array: np.asarray(array, np.float32), jax.jit(chosen)(*jax.tree.leaves(operands)))
 
 
 def normal(seed: int, *shape: int, dtype: Any = F32) -> np.ndarray:

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import ml_dtypes
 import numpy as np
 
 
@@ -62,10 +63,56 @@ def ragged_attention(q, keys, values, query_starts, scale, window=None, softcap=
 def dequantize(codes, fields, offset: str, group: int) -> np.ndarray:
     out = np.zeros(codes.shape)
     for o in range(codes.shape[0]):
-        for i in range(codes.shape[1]):
-            scale = float(fields["scale"][o, i // group])
-            code = float(codes[o, i])
+        for k in range(codes.shape[1]):
+            scale = float(fields["scale"][o, k // group])
+            code = float(codes[o, k])
             if offset == "zero":
-                code -= float(fields["zero"][o, i // group])
-            out[o, i] = scale * code + (float(fields["minimum"][o, i // group]) if offset == "minimum" else 0.0)
+                code -= float(fields["zero"][o, k // group])
+            w = scale * code + (float(fields["minimum"][o, k // group]) if offset == "minimum" else 0.0)
+            if "channel" in fields:
+                w *= float(fields["channel"][o, 0])
+            out[o, fields["order"][k] if "order" in fields else k] = w
     return out
+
+
+def quantize_activation(x: np.ndarray, form: str, static: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of activations x [..., I] in int8 or e4m3, as float64."""
+    codes, scales = np.zeros(x.shape), np.zeros((*x.shape[:-1], 1))
+    largest = 448 if form == "e4m3" else 127
+    for row in np.ndindex(*x.shape[:-1]):
+        scales[row] = np.float32(static or np.abs(x[row]).max() / largest)
+        for i, number in enumerate(x[row]):
+            steps = min(max(number / (scales[row][0] or 1.0), -largest), largest)
+            codes[(*row, i)] = (
+                float(np.float32(steps).astype(ml_dtypes.float8_e4m3fn)) if form == "e4m3" else round(steps)
+            )
+    return codes, scales
+
+
+def quantize_kv(x: np.ndarray, form: str) -> tuple[np.ndarray, ...]:
+    """Keys or values [T,K,H] as a cache in int8, int4 or fp8 holds them."""
+    largest = {"int8": 255, "int4": 15, "fp8": 448}[form]
+    codes = np.zeros((*x.shape[:-1], x.shape[-1] // (2 if form == "int4" else 1)), np.uint8)
+    scale, minimum = np.zeros(x.shape[:-1], np.float16), np.zeros(x.shape[:-1], np.float16)
+    for t, head in np.ndindex(*x.shape[:-1]):
+        row = x[t, head]
+        low, high = (0.0, np.abs(row).max()) if form == "fp8" else (row.min(), row.max())
+        scale[t, head], minimum[t, head] = (high - low) / largest, low
+        steps = (row - float(minimum[t, head])) / (float(scale[t, head]) or 1.0)
+        if form == "fp8":
+            codes[t, head] = np.clip(steps, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        else:
+            whole = np.clip(np.rint(steps), 0, largest).astype(np.uint8)
+            codes[t, head] = whole if form == "int8" else whole[::2] + 16 * whole[1::2]
+    return (codes, scale) if form == "fp8" else (codes, scale, minimum)
+
+
+def dequantize_kv(arrays: tuple[np.ndarray, ...], form: str) -> np.ndarray:
+    """What such arrays stand for."""
+    codes, scale, *minimum = arrays
+    if form == "int4":
+        codes = np.stack([codes % 16, codes // 16], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+    if form == "fp8":
+        codes = codes.view(ml_dtypes.float8_e4m3fn)
+    wide = codes.astype(np.float64) * scale[..., None].astype(np.float64)
+    return wide + minimum[0][..., None].astype(np.float64) if minimum else wide

@@ -59,7 +59,7 @@ def test_formats_read_well():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"bits": 3}, "bits must be 4 or 8, got 3"),
+        ({"bits": 5}, "bits must be 3, 4 or 8, got 5"),
         ({"group": 0}, "group must be a positive number"),
         ({"offset": "maximum"}, "offset must be one of none, zero, minimum"),
         ({"scale_dtype": "float8"}, "scale_dtype must be one of"),

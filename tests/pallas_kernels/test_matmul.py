@@ -1,15 +1,42 @@
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels import QuantFormat, dense_matmul, quantize_rtn, quantized_matmul, quantized_take
+from jaxserve.pallas_kernels import (
+    QuantFormat,
+    dense_matmul,
+    pack_int4,
+    quantize_rtn,
+    quantized_matmul,
+    quantized_take,
+)
 from tests.pallas_kernels import oracles
-from tests.pallas_kernels.harness import BF16, F32, assert_close, compute, dtypes, implementations, normal, wide
+from tests.pallas_kernels.harness import (
+    BF16,
+    F32,
+    assert_close,
+    compute,
+    dtypes,
+    implementations,
+    native_implementations,
+    normal,
+    wide,
+)
 
 FORMATS = [
     QuantFormat(bits, group, offset, scale)
     for bits in (4, 8)
     for group, scale in ((None, "float32"), (32, "float16"), (64, "bfloat16"))
     for offset in ("none", "zero", "minimum")
+] + [
+    QuantFormat(3, 32, "minimum", "float16"),
+    QuantFormat(4, 32, "zero", "float16", level2="channel"),
+    QuantFormat(8, None, "none", "float32", element="e4m3"),
+    QuantFormat(8, 32, "none", "float16", element="e4m3"),
+    QuantFormat(4, 32, "minimum", "float16", ordered=True),
+    QuantFormat(4, 32, "zero", "float32", ordered=True, level2="channel"),
 ]
 formats = pytest.mark.parametrize("format", FORMATS, ids=str)
 
@@ -17,6 +44,9 @@ formats = pytest.mark.parametrize("format", FORMATS, ids=str)
 def weight(format, outputs=24, inputs=80):
     """A quantized weight (80 is no multiple of a group of 32 or 64) and what it stands for, float64."""
     tensor = quantize_rtn(normal(7, outputs, inputs), format)
+    if format.ordered:
+        order = np.random.default_rng(8).permutation(inputs).astype(np.int32)
+        tensor = dataclasses.replace(tensor, arrays={**tensor.arrays, "order": order})
     group = format.group_size(inputs)
     return tensor, oracles.dequantize(tensor.codes(), tensor.arrays, format.offset, group)
 
@@ -46,7 +76,7 @@ class TestDenseMatmul:
         np.testing.assert_array_equal(compute(implementation, dense_matmul, x, w), 2048)
 
 
-@implementations
+@native_implementations
 class TestQuantizedMatmul:
     @formats
     @pytest.mark.parametrize("rows", [(1,), (5,), (2, 3)], ids=str)
@@ -69,6 +99,81 @@ class TestQuantizedMatmul:
         found = compute(implementation, quantized_matmul, x, *tensor.arrays.values(), **options)
         assert_close(found, wide(x) @ expected.T, F32, f32=1e-4)
         assert np.any(found != found.astype(BF16).astype(F32))
+
+
+ACTIVATIONS = {"int8": "int8", "int8-static": "int8", "e4m3": "e4m3"}
+STATIC = np.float32(0.0203)  # clips what is beyond 2.6
+
+
+@implementations
+class TestQuantizedActivations:
+    @pytest.mark.parametrize("format", FORMATS[::3] + FORMATS[-6:], ids=str)
+    @pytest.mark.parametrize(
+        ("activation", "dtype"), [("int8", F32), ("int8", BF16), ("int8-static", F32), ("e4m3", F32)]
+    )
+    def test_matches_the_equation(self, implementation, format, activation, dtype):
+        tensor, expected = weight(format)
+        x, scale = normal(0, 2, 3, 80, dtype=dtype), (STATIC,) if activation == "int8-static" else ()
+        x[0, 0], x[1, 1] = 0, x[1, 1] * 1000
+        options = {"format": format, "shape": tensor.shape, "activation": activation, "out_dtype": F32}
+        found = compute(implementation, quantized_matmul, x, *tensor.arrays.values(), *scale, **options)
+        codes, scales = oracles.quantize_activation(wide(x), ACTIVATIONS[activation], *scale)
+        assert_close(found, codes @ expected.T * scales, F32, f32=1e-6)
+        assert not found[0, 0].any()
+        error = np.abs(found - wide(x) @ expected.T).max(axis=-1)
+        assert 0 < error[0, 1] < 1.5  # quantized, and with some sense
+
+    @pytest.mark.parametrize("rows", [1, 3])
+    @pytest.mark.parametrize(
+        "format",
+        [
+            QuantFormat(8, None, "none", "float32"),
+            QuantFormat(8, None, "zero", "float32"),
+            QuantFormat(4, None, "none", "float32"),
+            QuantFormat(4, None, "zero", "float32"),
+            QuantFormat(4, 512, "zero", "float32", level2="channel"),
+        ],
+        ids=str,
+    )
+    def test_integers_are_summed_exactly(self, implementation, format, rows):
+        # Sums of about 10^8 that float32 would round to multiples of 8, all of whose digits matter after cancelling.
+        inputs, rng = 32768, np.random.default_rng(0)
+        low, high = (-120, 120) if format.bits == 8 or format.level2 else (-7, 7)
+        integers = rng.integers(low, high + 1, (4, inputs))
+        specs = format.specs(4, inputs)
+        fields = {name: np.ones(shape, dtype) for name, (shape, dtype) in specs.items()}
+        if format.level2:  # steps of 8 from -120
+            fields["scale"][:], fields["zero"][:] = 8, 15
+            codes = rng.integers(0, 16, (4, inputs))
+            integers = 8 * (codes - 15)
+        elif format.offset == "zero":
+            fields["zero"][:] = -low
+            codes = integers - low
+        else:
+            codes = integers
+        fields["codes"] = pack_int4(codes) if format.packed else codes.astype(fields["codes"].dtype)
+        x = rng.integers(-127, 128, (rows, inputs)).astype(np.float32)
+        x[:, 0] = 127
+        shape, form = (4, inputs), {"format": format, "shape": (4, inputs), "activation": "int8"}
+        assert fields["codes"].shape == format.specs(*shape)["codes"][0]
+        found = compute(implementation, quantized_matmul, x, *fields.values(), **form)
+        total = x.astype(np.int64) @ integers.T.astype(np.int64)
+        np.testing.assert_array_equal(found, total.astype(np.float32))
+
+
+def test_layers_are_not_dequantized_all_at_once():
+    """XLA may not hold more float32 weights than one block of one layer."""
+    format = QuantFormat(4, 64, "minimum", "float16")
+    options = {"format": format, "shape": (1024, 1024)}
+    fields = [[jax.ShapeDtypeStruct(*spec) for spec in format.specs(1024, 1024).values()] for _ in range(8)]
+
+    def layers(x, fields):
+        for arrays in fields:
+            x = quantized_matmul(x, *arrays, **options)
+        return x
+
+    compiled = jax.jit(layers).lower(jax.ShapeDtypeStruct((4, 1024), F32), fields).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 1024 * 1024  # one layer dequantized
 
 
 @implementations
@@ -117,6 +222,14 @@ def test_wrong_quantized_calls_are_refused():
         quantized_matmul(x, codes, scale.astype(F32), minimum, **options)
     with pytest.raises(TypeError, match="must be even, got 81"):
         quantized_matmul(np.zeros((2, 81), F32), codes, scale, minimum, format=format, shape=(24, 81))
+    with pytest.raises(TypeError, match="activation must be one of None, int8, int8-static, e4m3, got 'int4'"):
+        quantized_matmul(x, codes, scale, minimum, **options, activation="int4")
+    with pytest.raises(TypeError, match="int8-static takes a scale after the 3 arrays of the weight"):
+        quantized_matmul(x, codes, scale, minimum, **options, activation="int8-static")
+    with pytest.raises(TypeError, match=r"the scale of x is float16 \[\], expected float32 \[\]"):
+        quantized_matmul(x, codes, scale, minimum, np.float16(1), **options, activation="int8-static")
+    with pytest.raises(TypeError, match="takes the arrays codes, scale, minimum, got 4 arrays"):
+        quantized_matmul(x, codes, scale, minimum, STATIC, **options, activation="int8")
     with pytest.raises(TypeError, match=r"codes is uint8 \[23, 40\]"):
         quantized_take(np.zeros(2, np.int32), codes[:23], scale, minimum, **options, dtype=F32)
     with pytest.raises(TypeError, match="quantized_take: dtype must be a floating dtype, got int32"):

@@ -34,10 +34,10 @@ def test_operands_fit_their_specs(name):
         assert (operand.shape, operand.dtype) == (spec.shape, spec.dtype)
 
 
-@pytest.mark.parametrize("name", ["kv_write", "rope"])
-def test_bench_prints_a_json_line(name, monkeypatch, capsys):
+@pytest.mark.parametrize("name, form", [("kv_write", " int4"), ("paged_attention", " fp8"), ("rope", "")])
+def test_bench_prints_a_json_line(name, form, monkeypatch, capsys):
     monkeypatch.setattr(_bench, "measure_ceilings", lambda dtype, repeats: (1e9, 1e9))
-    monkeypatch.setattr("sys.argv", ["bench", "--shape", "smollm2-135m decode b=32", "--repeats", "2"])
+    monkeypatch.setattr("sys.argv", ["bench", "--shape", f"smollm2-135m decode b=32{form}", "--repeats", "2"])
     bench = importlib.import_module(f"jaxserve.pallas_kernels.{name}.bench")
     bench.main()
     (line,) = capsys.readouterr().out.splitlines()

@@ -225,6 +225,9 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("lower_dense_matmul_f32", "lower-dense-matmul", "lower-dense-matmul", model()),
     ("lower_dense_matmul_bf16", "lower-dense-matmul", "lower-dense-matmul", model(activations="bf16", tied=True)),
     ("lower_dense_matmul_negative", "lower-dense-matmul", "lower-dense-matmul", dots_that_are_not_linear_layers),
+    ("prune_wanda", "prune", f"{DENSE},prune", model()),
+    ("prune_magnitude", "prune", f"{DENSE},prune{{method=magnitude,pattern=2:4,targets=mlp}}", model(tied=True)),
+    ("prune_negative", "prune", "prune{method=magnitude,pattern=2:4,targets=kernel}", odd_readers),
     ("fuse_qkv_bias_norm", "fuse-qkv", f"{DENSE},fuse-qkv", model(qkv_bias=True, qk_norm=True)),
     ("fuse_qkv_shared", "fuse-qkv", "fuse-qkv", layers_that_share_projections),
     ("fuse_qkv_negative", "fuse-qkv", "fuse-qkv", projections_that_do_not_stack),
@@ -238,6 +241,8 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("narrow_matmul_negative", "narrow-matmul", "narrow-matmul", odd_readers),
     ("insert_paged_kv_window", "insert-paged-kv", "insert-paged-kv{page=4,kv=f32}", model(windows=(3,))),
     ("insert_paged_kv_bf16", "insert-paged-kv", "insert-paged-kv", model(activations="bf16", layers=2)),
+    ("insert_paged_kv_int4", "insert-paged-kv", "insert-paged-kv{page=4,kv=int4}", model()),
+    ("insert_paged_kv_fp8", "insert-paged-kv", "insert-paged-kv{page=4,kv=fp8}", model(activations="bf16")),
     ("insert_paged_kv_negative", "insert-paged-kv", "insert-paged-kv{page=4}", attention_by_other_positions),
     ("insert_paged_kv_no_attention", "insert-paged-kv", "insert-paged-kv{page=4}", flax_dense),
 ]  # fmt: skip

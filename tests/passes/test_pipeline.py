@@ -122,7 +122,7 @@ def test_errors_say_where_and_what_is_allowed(text, message):
     [
         ("canonicalize{page=4}", "pass canonicalize: unknown option 'page'; options: none"),
         ("insert-paged-kv{page=0}", "page=0; allowed: 1 and more"),
-        ("insert-paged-kv{kv=f64}", "kv='f64'; allowed: f32, bf16"),
+        ("insert-paged-kv{kv=f64}", "kv='f64'; allowed: f32, bf16, int8, int4, fp8"),
         ("quantize-matmul{rules='(=w8a16'}", "not a regular expression"),
         ("quantize-matmul{rules='.*=w3'}", "unknown quantization scheme 'w3'"),
         ("quantize-matmul{method=gptq}", "method='gptq'; allowed: rtn"),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.passes.graph import Graph, Input, Output
+from jaxserve.passes.graph import Graph, Input, Output, Stored
 from jaxserve.passes.printer import print_graph, short
 from jaxserve.passes.recipes import RECIPES
 from tests.passes.helpers import make_graph, pipeline, spec, trace_tiny
@@ -76,7 +76,7 @@ def test_bodies_are_printed_with_their_own_names():
 def test_stored_forms_are_shown():
     from jaxserve.pallas_kernels import QuantFormat
 
-    stored = Input("w", "param", spec((4, 32)), "O I", QuantFormat(4, 32, "minimum", "float16"))
+    stored = Input("w", "param", spec((4, 32)), "O I", Stored(QuantFormat(4, 32, "minimum", "float16")))
     graph = make_graph(lambda v: v["w"] + 1.0, {"w": (4, 32)}, {})
     assert "param @w: f32[4,32] stored(int4 g32 minimum f16)  # O I" in print_graph(
         Graph((stored,), graph.outputs, graph.jaxpr)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve._compat import check_jaxpr
 from jaxserve.lowering import trace_model
-from jaxserve.passes.graph import Input
+from jaxserve.passes.graph import Input, Stored
 from jaxserve.passes.trace import TraceError, trace_graph
 from tests.passes.helpers import make_graph, names, random_values, run_graph, spec, tiny, trace_tiny
 
@@ -172,7 +172,7 @@ def test_models_name_parameters_arguments_and_stored_forms():
     form = QuantFormat(8, 32, "none", "float16")
     graph = trace_model(tiny(), 5, 3, {"lm_head/kernel": form}, "bfloat16")
     by_path = {entry.path: entry for entry in graph.inputs}
-    assert by_path["lm_head/kernel"].stored == form and by_path["norm/scale"].stored is None
+    assert by_path["lm_head/kernel"].stored == Stored(form) and by_path["norm/scale"].stored is None
     assert by_path["layers_0/mlp/down_proj/kernel"].axes == "D F"
     assert [entry.path for entry in graph.of_kind("arg")] == ["tokens", "positions", "segments", "logit_rows"]
     assert {entry.aval.dtype.name for entry in graph.of_kind("param")} == {"bfloat16"}

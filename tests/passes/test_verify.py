@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve._compat import fresh_var
 from jaxserve.pallas_kernels import kv_write
 from jaxserve.passes.graph import Graph, Input, Output
 from jaxserve.passes.match import Match
 from jaxserve.passes.pipeline import Context, KvGeometry, Pass, PassResult, run_pipeline
 from jaxserve.passes.recipes import RECIPES, parse_spec
 from jaxserve.passes.rewrite import Rewriter
+from jaxserve.passes.statistics import Statistic
 from jaxserve.passes.verify import NumberCheck, Verifier, VerifyError, relative_error, verify_structure
 from jaxserve.passes.weights import WeightEdit
 from tests.passes.helpers import make_graph, spec, stage_of, trace_tiny
@@ -323,3 +325,70 @@ def test_paged_attention_that_forgets_the_window_is_caught(monkeypatch):
     run_pipeline(trace_tiny(), passes, Context(), [Verifier(NumberCheck())])
     with pytest.raises(VerifyError, match="moved by"):
         run_pipeline(trace_tiny(windows=(2,)), passes, Context(), [Verifier(NumberCheck())])
+
+
+# ---- edits that read statistics
+
+
+def calibrated(
+    function: Callable[..., Any], var: str = "x", path: str = "stats/absmax/w", tolerance: float = 0.0
+) -> Callable[[Graph], PassResult]:
+    """x * w becomes x * half + x * half, with half = function(w, absmax of a variable)."""
+
+    def run(graph: Graph) -> PassResult:
+        rewriter = Rewriter(graph)
+        match = eqn_match(graph, "mul")
+        half = rewriter.add_input(Input("half", "param", spec((3, 4))))
+        edit = WeightEdit(("w", path), ("half",), function)
+        rewriter.replace(match, lambda x, h: x * h + x * h, [match.operands[0], half], [edit], tolerance=tolerance)
+        inner = graph.producer(graph.jaxpr.outvars[0])
+        measured = {"x": graph.var("x"), "product": match.results[0], "sin": inner.outvars[0] if inner else None}
+        statistics = (Statistic(path, measured.get(var, fresh_var(spec((3, 4)))), "absmax"),)
+        return dataclasses.replace(PassResult.of(rewriter, []), statistics=statistics)
+
+    return run
+
+
+def check_calibrated(graph: Graph, run: Callable[[Graph], PassResult]) -> None:
+    numbers = NumberCheck()
+    Verifier(numbers)(graph, stage_of(Broken(), run(graph)))
+    assert numbers.checked == 1
+
+
+def test_statistics_are_those_of_the_numbers_that_the_region_runs_on(graph):
+    """A region that is right only if the statistic is that of its own operand, or of what it computes itself."""
+    seen: list[np.ndarray] = []
+
+    def halve(w, absmax):
+        seen.append(absmax)
+        return (w / 2,)
+
+    for var in ("x", "product", "sin"):
+        check_calibrated(graph, calibrated(halve, var))
+    x, product, sin = seen
+    assert x.shape == product.shape == sin.shape == (4,) and x.dtype == np.float32
+    rng = np.random.default_rng(0)  # as NumberCheck makes them: x, then w
+    a, b = (rng.standard_normal((3, 4), np.float32) for _ in range(2))
+    np.testing.assert_array_equal(x, np.abs(a).max(0))
+    np.testing.assert_allclose(product, np.abs(a * b).max(0), rtol=1e-6)
+    assert not np.allclose(sin, product)  # outside the region: of random numbers
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (calibrated(lambda w, absmax: (w / 3,)), "mul moved by"),
+        (calibrated(lambda w, absmax: (w / 2 * absmax,)), "mul moved by"),
+        (calibrated(lambda w, absmax: (w / 2,), var="nothing"), "stats/absmax/w is of a value that the graph before"),
+        (calibrated(lambda w, absmax: (w / 2,), path="absmax/w"), "'absmax/w' could be taken for a parameter"),
+    ],
+)
+def test_calibrated_passes_that_are_wrong(graph, run, message):
+    with pytest.raises(VerifyError, match=message):
+        check_calibrated(graph, run)
+
+
+def test_a_statistic_that_nobody_declares(graph):
+    result = dataclasses.replace(calibrated(lambda w, absmax: (w / 2,))(graph), statistics=())
+    with pytest.raises(VerifyError, match="the edit of half reads stats/absmax/w, which is not there"):
+        verify_structure(graph, stage_of(Broken(), result))

@@ -101,6 +101,7 @@ def weight_rows(result: PipelineResult, errors: Mapping[str, OutputError]) -> li
         if len(shape) < 2:
             continue
         activation = reader.params.get("activation")
+        history = tuple(_history(result.stages, {path, *fused.originals(path)}))
         parts = _place(path).split("/")
         layer = re.fullmatch(r"\D*_(\d+)", parts[0])
         rows.append(
@@ -111,8 +112,8 @@ def weight_rows(result: PipelineResult, errors: Mapping[str, OutputError]) -> li
                 shape=shape,
                 form=str(form or np.dtype(entries[0].aval.dtype).name) + (f" × {activation}" if activation else ""),
                 nbytes=sum(_nbytes(entry) for entry in entries),
-                method=_method(result.stages, path, form),
-                history=tuple(_history(result.stages, {path, *fused.originals(path)})),
+                method=_method(history, form),
+                history=history,
                 error=errors.get(path, OutputError()),
             )
         )
@@ -157,14 +158,12 @@ def _history(stages: Sequence[Stage], paths: set[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _method(stages: Sequence[Stage], path: str, form: QuantFormat | None) -> str:
-    """The method of the pass that wrote the codes of a weight; empty for one that is not quantized."""
-    for index, stage in enumerate(stages):
-        if any(f"{path}/codes" in edit.writes for edit in stage.result.edits):
-            before = stages[index - 1].result.graph.of_kind("param") if index else ()
-            kept = any(entry.path == path and entry.stored and entry.stored.format == form for entry in before)
-            return "as stored" if kept else str(getattr(stage.step, "method", ""))
-    return ""
+def _method(history: Sequence[tuple[str, str]], form: QuantFormat | None) -> str:
+    """How the codes of a weight were chosen, from what the pass that did so reports; empty if it is not quantized."""
+    if form is None:
+        return ""
+    notes = [re.search(r" by (\w+)", note) for name, note in history if name == "quantize-matmul"]
+    return next((found[1] for found in notes if found), "as stored")
 
 
 def _facts(manifest: Manifest, calibration: str) -> list[tuple[str, str]]:

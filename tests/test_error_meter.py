@@ -3,12 +3,17 @@
 import numpy as np
 import pytest
 
+from jaxserve.calibration import calibrate
 from jaxserve.error_meter import ErrorMeter, OutputError, energy
+from jaxserve.lowering import trace_model
 from jaxserve.pallas_kernels import QuantFormat, quantize_rtn
+from jaxserve.passes.graph import Graph
 from jaxserve.passes.pipeline import PipelineResult
+from jaxserve.passes.recipes import parse_spec
 from jaxserve.passes.statistics import compute
-from jaxserve.passes.weights import WeightEdit
-from tests.passes.helpers import pipeline, trace_tiny
+from jaxserve.passes.weights import ValueSource, WeightEdit
+from jaxserve.reporting import Reporter
+from tests.passes.helpers import pipeline, random_values, tiny, trace_tiny
 
 FORM = QuantFormat(4, 64, "minimum", "float16")
 LAYER = "layers_0/self_attn"
@@ -91,3 +96,24 @@ def test_a_weight_without_outputs_has_no_relative_error(result):
     meter = ErrorMeter(result)
     quantize(meter, O_PROJ, np.zeros((16, 16), "float32"), 0.0, X)
     assert meter.errors().get(O_PROJ, OutputError()) == OutputError()
+
+
+def test_every_matmul_of_a_calibrated_pipeline_is_measured(tmp_path):
+    """GPTQ with its own statistics: better than rounding on the text that it was calibrated on."""
+    config = tiny(layers=2, vocab=64, width=64, heads=2, head_dim=32, kv_heads=1, mlp=96)
+    text = "canonicalize,lower-dense-matmul,fuse-qkv,fuse-gate-up,quantize-matmul{rules='layers_=w3a16',method=gptq}"
+
+    def trace(tokens: int) -> Graph:
+        return trace_model(config, tokens, tokens, {})
+
+    graph, passes = trace(16), parse_spec(text)
+    meter = ErrorMeter(pipeline(graph, text, numbers=False))
+    values = random_values(graph)
+    ids = np.random.default_rng(1).integers(0, 64, (8, 16)).astype("int32")
+    calibrate(trace, passes, ValueSource(values), ids, tmp_path, Reporter(quiet=True), meter)
+    errors = meter.errors()
+    assert len(errors) == 8 and {path.rsplit("/", 2)[1] for path in errors} == {
+        "qkv_proj", "o_proj", "gate_up_proj", "down_proj",
+    }  # fmt: skip
+    for error in errors.values():
+        assert error.before is not None and error.after is not None and 0 < error.after < error.before < 1

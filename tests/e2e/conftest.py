@@ -41,6 +41,13 @@ def stories(stories_artifact: pathlib.Path) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="session")
+def int8_artifact(artifacts: pathlib.Path, stories_model: pathlib.Path) -> pathlib.Path:
+    """The small model with an int8 KV cache."""
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "kv_tokens": 1024}
+    return compile_artifact(artifacts / "kv-int8", stories_model, "f32", kv_dtype="int8", **limits)
+
+
+@pytest.fixture(scope="session")
 def sample_artifact(artifacts: pathlib.Path, sample_gguf: pathlib.Path) -> pathlib.Path:
     """The sample model in f32."""
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 1024, "kv_tokens": 2048}

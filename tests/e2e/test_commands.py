@@ -16,7 +16,7 @@ def test_inspect(stories_artifact: pathlib.Path, capsys: pytest.CaptureFixture[s
         "stories260K (llama)",
         "f32, activations f32, target cpu",
         "insert-paged-kv",
-        "4096 tokens, pages of 16",
+        "4096 tokens in f32, pages of 16",
     ):
         assert fact in text
     assert "16 sequences of up to 512 tokens" in text and "step/step-64x16.export" in text

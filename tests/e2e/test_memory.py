@@ -24,8 +24,9 @@ def nbytes(specs: Iterable[ArraySpec]) -> int:
     return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in specs)
 
 
-def test_every_program_takes_over_what_it_is_given(stories_artifact: pathlib.Path):
-    artifact = open_artifact(stories_artifact)
+@pytest.mark.parametrize("name", ["stories_artifact", "int8_artifact"])
+def test_every_program_takes_over_what_it_is_given(name: str, request: pytest.FixtureRequest):
+    artifact = open_artifact(request.getfixturevalue(name))
     manifest = artifact.manifest
     caches, state = nbytes(manifest.caches), nbytes(manifest.state)
     given = {"admit": state, "load-penalties": state, "copy-pages": caches}

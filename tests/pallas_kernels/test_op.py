@@ -88,9 +88,10 @@ class TestEveryOp:
 
     def test_eager_jit_and_reference_agree(self, name, dtype):
         function, operands = samples(dtype)[name]
-        expected = jax.jit(reference_of(function, operands))(*operands)
-        same(function(*operands), expected, rtol=0, atol=0)
-        same(jax.jit(function)(*operands), expected, rtol=0, atol=0)
+        found = jax.jit(function)(*operands)
+        same(function(*operands), found, rtol=0, atol=0)
+        close = 1e-5 if dtype == F32 else 2.0**-7  # a kernel may add in another order
+        same(found, jax.jit(reference_of(function, operands))(*operands), rtol=close, atol=close)
 
     def test_vmap_is_a_loop(self, name, dtype):
         function, operands = samples(dtype)[name]

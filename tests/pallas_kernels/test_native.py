@@ -47,8 +47,7 @@ def test_operands_that_do_not_fit_are_an_error_and_no_crash():
         jax.block_until_ready(paged_attention(normal(1, 1, 1, 16), keys, keys, table, starts, lens, scale=1.0))
 
 
-@pytest.mark.parametrize("isa", ["avx2", "generic"])
-@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize(("isa", "threads"), [("avx2", "1"), ("generic", "2")])
 def test_every_instruction_set_and_team(isa, threads):
     """The same tests in a process that may use less of the machine."""
     files = [f"tests/pallas_kernels/test_{name}.py" for name in ("matmul", "kv_write", "paged_attention")]

@@ -133,7 +133,7 @@ class Checkpoint(abc.ABC):
         """
         source = self._sources[path]
         array = self._store.read(source.name)
-        order = source.row_order(len(array))
+        order = source.row_order(array.shape)
         return array if order is None else array[order]
 
     def read_native(self, path: str) -> QuantizedTensor | np.ndarray:
@@ -145,7 +145,7 @@ class Checkpoint(abc.ABC):
         """
         source = self._sources[path]
         tensor = self._store.read_native(source.name)
-        order = source.row_order(tensor.shape[0])
+        order = source.row_order(tensor.shape)
         if order is None:
             return tensor
         return tensor.take_rows(order) if isinstance(tensor, QuantizedTensor) else tensor[order]

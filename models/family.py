@@ -24,11 +24,11 @@ class Source:
     name: str
     paired_heads: int | None = None
 
-    def row_order(self, rows: int) -> np.ndarray | None:
-        """Which stored row each row of the parameter is; None when they are the same."""
+    def row_order(self, shape: tuple[int, ...]) -> np.ndarray | None:
+        """Which stored row each row of a parameter of that shape is; None when they are the same."""
         if self.paired_heads is None:
             return None
-        return np.arange(rows).reshape(self.paired_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return np.arange(shape[0]).reshape(self.paired_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 Sources = dict[str, Source]

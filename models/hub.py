@@ -17,6 +17,8 @@ from jaxserve.errors import UserError
 PATTERNS = [
     "config.json",
     "generation_config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "model*.safetensors",
     "model.safetensors.index.json",
     "tokenizer*",

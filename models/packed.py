@@ -39,6 +39,7 @@ class Parts:
 
     @property
     def file(self) -> str:
+        """Where the first part is; others may be in other shards."""
         return next(iter(self._specs.values())).file
 
     @property
@@ -47,7 +48,8 @@ class Parts:
 
     def fail(self, part: str, problem: str) -> NoReturn:
         """Raise a CheckpointError about a part."""
-        raise CheckpointError(f"{self.file}: tensor '{self.path(part)}' {problem}")
+        file = self._specs[part].file if part in self._specs else self.file
+        raise CheckpointError(f"{file}: tensor '{self.path(part)}' {problem}")
 
     def spec(self, part: str, *dtypes: str) -> StoredTensor:
         """A part's description; CheckpointError if it is missing or of none of these types."""

@@ -8,9 +8,11 @@ import numpy as np
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor
 from jaxserve.pallas_kernels.quantized_matmul.grid import Grid, channel_scale
 from jaxserve.pallas_kernels.quantized_matmul.rtn import check_weight
+from jaxserve.passes.ranges import best_grid
 from jaxserve.passes.statistics import StatisticKind
 
 ActOrder = Literal["off", "static", "permuted"]
+Ranges = Literal["search", "minmax"]
 BLOCK = 128  # inputs that are caught up with at once, where groups do not say how many
 
 
@@ -19,6 +21,7 @@ def quantize_gptq(
     format: QuantFormat,
     statistics: Mapping[StatisticKind, np.ndarray],
     act_order: ActOrder = "off",
+    ranges: Ranges = "search",
     damp: float = 0.01,
 ) -> QuantizedTensor:
     """Chooses codes for a weight W [O, I], input after input, so that trace((Q - W) H (Q - W)^T) stays small.
@@ -31,49 +34,50 @@ def quantize_gptq(
 
     `act_order` says in which order: `off` as they come, each group's range taken when it begins; `static` by descending
     H_jj, with the ranges of the groups of the original weight; `permuted` by descending H_jj, groups being formed in
-    that order, for which `format` must be ordered if it has groups.
+    that order, for which `format` must be ordered if it has groups. A range spans the smallest and largest weight with
+    `ranges="minmax"`, as published; `search` tries smaller ones on sum_j U_jj^2 (q_j - w_j)^2, which is what an error
+    costs after later inputs have made up for it.
 
     Raises ValueError for a weight that cannot be quantized (`quantize_rtn`), or that has another width than H.
     """
     check_weight(weight, format)
-    gram = np.asarray(statistics["gram"], np.float64)
-    inputs = weight.shape[1]
+    gram, inputs = np.asarray(statistics["gram"], np.float64), weight.shape[1]
     if gram.shape != (inputs, inputs):
         raise ValueError(f"the gram of a weight with {inputs} inputs must be [{inputs}, {inputs}], got {gram.shape}")
     order = np.arange(inputs) if act_order == "off" else np.argsort(-np.diag(gram), kind="stable")
-    feedback = feedback_of(gram[np.ix_(order, order)], damp)
+    natural = np.argsort(order)
+    feedback, costs = feedback_of(gram[np.ix_(order, order)], damp)
     columns = weight.astype(np.float32).T[order]
-    groups = _Groups(weight, format, fixed=act_order == "static", places=order if act_order == "static" else None)
-    codes = _round_columns(columns, feedback, groups)
-    grid = groups.grid()
-    if format.ordered:
-        return grid.tensor(codes.T, order)
-    natural = np.empty_like(codes)
-    natural[order] = codes
-    return grid.tensor(natural.T)
+    groups = _Groups(format, inputs, channel_scale(weight, format), ranges)
+    if act_order == "static" or groups.size == inputs:
+        groups.fix(columns[natural], costs[natural], order)
+    codes = _round_columns(columns, feedback, costs, groups)
+    return groups.grid().tensor(codes.T, order) if format.ordered else groups.grid().tensor(codes[natural].T)
 
 
-def feedback_of(gram: np.ndarray, damp: float) -> np.ndarray:
-    """C [I, I] float32, C_kj = U_kj / U_jj: how much the error at input k moves the target of a later input j.
+def feedback_of(gram: np.ndarray, damp: float) -> tuple[np.ndarray, np.ndarray]:
+    """C [I, I], C_kj = U_kj / U_jj: how much the error at input k moves the target of a later input j; and U_jj^2 [I].
 
-    The factor U of H = U U^T is that of Cholesky read backwards.
+    Both float32. The factor U of H = U U^T is that of Cholesky read backwards.
     """
     damped = gram.copy()
     diagonal = np.einsum("ii->i", damped)  # a view
     diagonal += damp * diagonal.mean()
     diagonal[diagonal == 0] = 1
     upper = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
-    return (upper / np.diag(upper)).astype(np.float32)
+    scale = np.diag(upper)
+    return (upper / scale).astype(np.float32), np.square(scale).astype(np.float32)
 
 
-def _round_columns(columns: np.ndarray, feedback: np.ndarray, groups: "_Groups") -> np.ndarray:
+def _round_columns(columns: np.ndarray, feedback: np.ndarray, costs: np.ndarray, groups: "_Groups") -> np.ndarray:
     """Codes [I, O] float32 of a weight given as `columns` [I, O], in the order of processing."""
     codes, errors = np.empty_like(columns), np.empty_like(columns)
-    for start, stop in groups.blocks(len(columns)):
+    for start, stop in groups.blocks():
         moved = -(feedback[:start, start:stop].T @ errors[:start])
-        if groups.wanted(start):
+        if not groups.fixed:
             # Where these columns would go if they, too, could still take any value: row j less what row k < j makes.
-            groups.add(columns[start:stop] + np.linalg.solve(feedback[start:stop, start:stop].T, moved))
+            free = np.linalg.solve(feedback[start:stop, start:stop].T, moved)
+            groups.add(columns[start:stop] + free, costs[start:stop])
         for j in range(start, stop):
             target = columns[j] + moved[j - start] - feedback[start:j, j] @ errors[start:j]
             grid = groups.of(j)
@@ -83,45 +87,46 @@ def _round_columns(columns: np.ndarray, feedback: np.ndarray, groups: "_Groups")
 
 
 class _Groups:
-    """The grids of a weight's groups, all outputs of a group in one.
+    """The grids of a weight's groups, all outputs of a group in one: fixed before all, or added as groups begin."""
 
-    They are taken when a block, which then is a group, begins; or from the original weight if they are `fixed` or there
-    is only one. `places` are the inputs in the order of processing, if groups are not of neighbours in that order.
-    """
-
-    def __init__(self, weight: np.ndarray, format: QuantFormat, fixed: bool, places: np.ndarray | None):
-        inputs = weight.shape[1]
-        self._format, self._size = format, format.group_size(inputs)
-        channel = channel_scale(weight, format)
-        self._channel = None if channel is None else channel[:, 0]
-        self._places, self._fixed = places, fixed or self._size == inputs
+    def __init__(self, format: QuantFormat, inputs: int, channel: np.ndarray | None, ranges: Ranges):
+        self.size, self.fixed = format.group_size(inputs), False
+        self._format, self._inputs, self._ranges, self._channel = format, inputs, ranges, channel
+        self._places: np.ndarray | None = None
         self._grids: list[Grid] = []
-        if self._fixed:
-            for start in range(0, inputs, self._size):
-                self.add(weight[:, start : start + self._size].T)
 
-    def add(self, columns: np.ndarray) -> None:
-        """The next group spans columns [n, O]."""
-        low, high = columns.min(axis=0), columns.max(axis=0)
-        self._grids.append(Grid.spanning(low, high, self._format, self._channel))
+    def fix(self, columns: np.ndarray, costs: np.ndarray, order: np.ndarray) -> None:
+        """Groups of neighbours among `columns` [I, O], which are processed in this order."""
+        self.fixed, self._places = True, order
+        for start in range(0, self._inputs, self.size):
+            self.add(columns[start : start + self.size], costs[start : start + self.size])
 
-    def blocks(self, inputs: int) -> Iterator[tuple[int, int]]:
-        """First and last input, exclusive, of what is caught up with at once."""
-        size = BLOCK if self._fixed else self._size
-        for start in range(0, inputs, size):
-            yield start, min(start + size, inputs)
+    def add(self, columns: np.ndarray, costs: np.ndarray) -> None:
+        """The next group is for columns [n, O], whose errors cost [n]."""
 
-    def wanted(self, start: int) -> bool:
-        """Whether the block at `start` begins a group without a grid."""
-        return len(self._grids) * self._size <= start
+        def error(grid: Grid) -> np.ndarray:
+            return costs @ np.square(grid.values(grid.nearest(columns)) - columns)
+
+        channel = None if self._channel is None else self._channel[:, 0]
+        ends = columns.min(axis=0), columns.max(axis=0)
+        if self._ranges == "search":
+            self._grids.append(best_grid(*ends, self._format, channel, error))
+        else:
+            self._grids.append(Grid.spanning(*ends, self._format, channel))
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """First and last input, exclusive, of what is caught up with at once: a group that is not fixed is a block."""
+        size = BLOCK if self.fixed else self.size
+        for start in range(0, self._inputs, size):
+            yield start, min(start + size, self._inputs)
 
     def of(self, place: int) -> Grid:
         """The grid of the input that is processed as number `place`."""
-        return self._grids[(place if self._places is None else self._places[place]) // self._size]
+        return self._grids[(place if self._places is None else self._places[place]) // self.size]
 
     def grid(self) -> Grid:
         """All groups as one grid with fields [O, G]."""
         fields = {name: np.stack([grid.fields[name] for grid in self._grids], axis=1) for name in self._grids[0].fields}
         if self._channel is not None:
-            fields["channel"] = self._channel[:, None]
+            fields["channel"] = self._channel
         return Grid(self._format, fields)

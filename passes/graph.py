@@ -45,7 +45,7 @@ class Stored:
     def note(self) -> str:
         """What keeping it in this form means, for people."""
         if not self.exact:
-            return f"{self.name} requantized to {self.format}: no form holds it exactly"
+            return f"no form holds {self.name} exactly, {self.format} is the nearest"
         return f"{self.name} kept exactly as {self}" if self.name else f"kept exactly as {self}"
 
 

@@ -13,7 +13,7 @@ from jaxserve.errors import UserError
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor, quantize_rtn, quantized_matmul, quantized_take
 from jaxserve.pallas_kernels.quantized_matmul.op import LARGEST
 from jaxserve.passes.clip import quantize_clip
-from jaxserve.passes.gptq import ActOrder, quantize_gptq
+from jaxserve.passes.gptq import ActOrder, Ranges, quantize_gptq
 from jaxserve.passes.graph import Graph, Input, input_scale_path
 from jaxserve.passes.match import Match, NoMatch
 from jaxserve.passes.pipeline import Context, Pass, PassResult
@@ -46,7 +46,7 @@ def _rtn(weight: np.ndarray, format: QuantFormat, statistics: Statistics) -> Qua
 METHODS = {
     "rtn": Method(_rtn),
     "clip": Method(quantize_clip, ("gram",)),
-    "gptq": Method(quantize_gptq, ("gram",), ("act_order", "damp")),
+    "gptq": Method(quantize_gptq, ("gram",), ("act_order", "ranges", "damp")),
 }
 
 
@@ -60,7 +60,7 @@ class QuantizeMatmul(Pass):
 
     `method` chooses the codes: `rtn` rounds to nearest, `clip` searches each group's range as AWQ does, `gptq` makes up
     for rounding as it goes (`passes.clip`, `passes.gptq`). The last two look at what one matmul multiplies: a weight
-    with other readers is rounded to nearest. `act_order` and `damp` are gptq's.
+    with other readers is rounded to nearest. `act_order`, `ranges` and `damp` are gptq's.
 
     Raises UserError for a rule that cannot be read and for options that do not go together.
     """
@@ -69,6 +69,7 @@ class QuantizeMatmul(Pass):
     rules: str = ""
     method: Literal["rtn", "clip", "gptq"] = "rtn"
     act_order: ActOrder = "off"
+    ranges: Ranges = "search"
     damp: float = 0.01
 
     def __post_init__(self) -> None:
@@ -117,8 +118,10 @@ class QuantizeMatmul(Pass):
         """The target with this pass's method, or rounded to nearest where the method has nothing to go by."""
         inputs, format = entry.aval.shape[1], target.format
         notes = []
-        if entry.stored is not None and entry.stored.format == format and entry.stored.exact:
-            return dataclasses.replace(target, kept=True, notes=(entry.stored.note,))
+        if entry.stored is not None and entry.stored.format == format:
+            if entry.stored.exact:
+                return dataclasses.replace(target, kept=True, notes=(entry.stored.note,))
+            notes.append(entry.stored.note)
         name = self.method
         if METHODS[name].statistics and (readers, matmuls) != (1, 1):
             notes.append(f"{readers - matmuls} lookups and {matmuls} matmuls read it, and {name} is for one matmul")

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=pathlib.Path, help="folder of the artifact")
     parser.add_argument(
         "--recipe",
-        help="`jaxserve passes` lists them (default: native for a quantized GGUF, else bf16)",
+        help="`jaxserve passes` lists them (default: native for a quantized checkpoint, else bf16)",
     )
     parser.add_argument("--activations", choices=("f32", "bf16"), help="dtype of activations (default: the recipe's)")
     parser.add_argument(

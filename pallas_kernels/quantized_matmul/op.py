@@ -71,7 +71,8 @@ def quantize_activation(x: Any, activation: str, scale: Any = None) -> tuple[Any
     wide, largest = x.astype(jnp.float32), LARGEST[activation]
     if scale is None:
         scale = jnp.abs(wide).max(axis=-1, keepdims=True) / largest
-    codes = jnp.clip(jnp.where(scale > 0, wide / jnp.where(scale > 0, scale, 1), 0), -largest, largest)
+    smallest = -448 if activation == "e4m3" else -128  # checkpoints' static scales make use of the whole range
+    codes = jnp.clip(jnp.where(scale > 0, wide / jnp.where(scale > 0, scale, 1), 0), smallest, largest)
     return (codes.astype(jnp.float8_e4m3fn) if activation == "e4m3" else jnp.rint(codes).astype(jnp.int8)), scale
 
 
@@ -174,7 +175,7 @@ def quantized_matmul(
     With an `activation`, y = s sum_i q[..., i] w[o, i] where q stands for x / s, in float32:
 
     - int8: s = max_i |x[..., i]| / 127 for every row of x, and q is rounded to whole numbers;
-    - int8-static: s is one more operand after the weight's, float32 []; q is also clipped to plus and minus 127;
+    - int8-static: s is one more operand after the weight's, float32 []; q is also clipped to -128 to 127;
     - e4m3: s = max_i |x[..., i]| / 448 for every row, and q is rounded to float8_e4m3fn.
 
     Of int8 activations and a weight in a whole format (`QuantFormat.whole`), the sum is exact, in int32: integers are

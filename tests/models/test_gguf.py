@@ -1,5 +1,7 @@
 """GGUF files: every type against the package's own dequantizer, blocks bit for bit, and damaged headers."""
 
+import hashlib
+import json
 import struct
 from typing import Any
 
@@ -8,10 +10,12 @@ import numpy as np
 import pytest
 
 from jaxserve.models.errors import CheckpointError
+from jaxserve.models.gguf_blocks import KEPT, unpack_blocks
 from jaxserve.models.gguf_reader import GGUFCheckpoint, GGUFStore
 from jaxserve.models.safetensors_reader import HFCheckpoint
 from jaxserve.pallas_kernels import Llama3Scaling, QuantFormat, QuantizedTensor
 from tests.models.helpers import Runner, fixture_tensors, write_gguf
+from tests.models.test_quantized import FIXTURES
 
 NATIVE = {
     "Q4_0": QuantFormat(4, 32, "none", "float16"),
@@ -79,6 +83,16 @@ def test_every_type_reads_as_the_package_dequantizes_it(tmp_path, name):
         assert native.format == NATIVE[name]
         np.testing.assert_array_equal(native.dequantize().view(np.uint32), expected.view(np.uint32))
     np.testing.assert_array_equal(store.read("pad.weight"), np.ones(3, np.float32))
+
+
+def test_types_as_llama_cpp_quantizes_and_dequantizes_them():
+    """Blocks made by ggml's own quantizers, against ggml's own float32 of them, bit for bit."""
+    types = np.load(FIXTURES / "gguf" / "types.npz")
+    for name, digest in json.loads(str(types["sha256"])).items():
+        kind = gguf.GGMLQuantizationType[name]
+        kept = unpack_blocks(types[name], kind, 512).dequantize() if kind in KEPT else None
+        for values in (gguf.quants.dequantize(types[name], kind), kept):
+            assert values is None or hashlib.sha256(values.tobytes()).hexdigest() == digest, name
 
 
 def repack(tensor, name):

@@ -78,11 +78,11 @@ def dequantize(codes, fields, offset: str, group: int) -> np.ndarray:
 def quantize_activation(x: np.ndarray, form: str, static: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of activations x [..., I] in int8 or e4m3, as float64."""
     codes, scales = np.zeros(x.shape), np.zeros((*x.shape[:-1], 1))
-    largest = 448 if form == "e4m3" else 127
+    smallest, largest = (-448, 448) if form == "e4m3" else (-128, 127)
     for row in np.ndindex(*x.shape[:-1]):
         scales[row] = np.float32(static or np.abs(x[row]).max() / largest)
         for i, number in enumerate(x[row]):
-            steps = min(max(number / (scales[row][0] or 1.0), -largest), largest)
+            steps = min(max(number / (scales[row][0] or 1.0), smallest), largest)
             codes[(*row, i)] = (
                 float(np.float32(steps).astype(ml_dtypes.float8_e4m3fn)) if form == "e4m3" else round(steps)
             )

@@ -146,10 +146,12 @@ class TestFormats:
 
     @formats
     def test_rows_without_extent(self, form):
-        """Zeros, a constant, numbers too small for a float16 scale; and a range that starts far from 0."""
-        x = np.stack([np.zeros(8), np.full(8, 3.25), np.full(8, -7.0), np.linspace(0, 1e-7, 8), np.linspace(90, 91, 8)])
+        """Zeros, a constant, and numbers too small for a float16 scale; then ranges so far from 0 that their minimum is
+        rounded by more than a step, down in one and up in the other."""
+        rows = [np.zeros(8), np.full(8, 3.25), np.full(8, -7.0), np.linspace(0, 1e-7, 8)]
+        x = np.stack([*rows, np.linspace(1000.2, 1001.2, 8), np.linspace(1000.3, 1001.3, 8)])
         found, _ = self.there_and_back(x[:, None].astype(F32), form)
-        bounds = [0.0, 0.0, 0.0, 1e-6, 0.04] if form != "fp8" else [0.0, 0.002, 0.004, 1e-6, 91 / 16]
+        bounds = [0, 0, 0, 1e-6, 0.25, 0.25] if form != "fp8" else [0, 0.002, 0.004, 1e-6, 1001 / 16, 1001 / 16]
         assert (np.abs(found[:, 0] - x).max(axis=-1) <= bounds).all()
 
     @formats

@@ -87,8 +87,8 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
         _check_idle(options)
         passes = parse_spec(options.pipeline)
     else:
-        if options.group and not (recipe.scheme or "").startswith("w4a16"):
-            raise UserError(f"--group and --sym belong to recipe w4a16, not to {recipe.name}")
+        if options.group and not recipe.grouped:
+            raise UserError(f"--group and --sym belong to recipes w4a16 and w3a16, not to {recipe.name}")
         passes = parse_spec(
             recipe.spec(
                 rules=";".join(options.rules),

@@ -22,37 +22,53 @@ PASSES: dict[str, type[Pass]] = {
 class Recipe:
     """`scheme` is applied to the weights that `selects` matches; None quantizes nothing.
 
-    `activations` is the dtype in which matmuls read them: f32, or bf16 by `narrow-matmul`.
+    `activations` is the dtype in which matmuls read them: f32, or bf16 by `narrow-matmul`. `folds` are passes that move
+    scales before anything is quantized, `{scheme}` in them stands for the scheme; `method` holds the options of
+    `quantize-matmul` beside the rules; `kv` is what the cache is kept in, that of the activations if empty.
     """
 
     name: str
     activations: str
     scheme: str | None = None
     selects: str = r"^layers_\d+/"
+    folds: tuple[str, ...] = ()
+    method: str = ""
+    kv: str = ""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the scheme takes the size of a group, and whether it is symmetric."""
+        return (self.scheme or "").startswith(("w4a16", "w3a16"))
 
     def spec(self, *, rules: str = "", group: str = "", page: int = 16, activations: str = "", kv: str = "") -> str:
-        """The pipeline as text. `rules` go before the recipe's own rule; `group` is added to a 4-bit scheme; empty
-        `activations` are the recipe's, and `kv` is that of the activations unless given."""
+        """The pipeline as text. `rules` go before the recipe's own rule; `group` is added to the scheme; `activations`
+        and `kv` are the recipe's unless given."""
         activations = activations or self.activations
-        own = f"{self.selects}={self.scheme}{group}" if self.scheme else ""
-        all_rules = ";".join(filter(None, (rules, own)))
-        steps = ["canonicalize", "lower-dense-matmul", "fuse-qkv", "fuse-gate-up"]
+        scheme = f"{self.scheme}{group}" if self.scheme else ""
+        all_rules = ";".join(filter(None, (rules, scheme and f"{self.selects}={scheme}")))
+        steps = ["canonicalize", "lower-dense-matmul", *(fold.format(scheme=scheme) for fold in self.folds)]
+        steps += ["fuse-qkv", "fuse-gate-up"]
         if all_rules:
-            steps.append(f"quantize-matmul{{rules='{all_rules}'}}")
+            steps.append(f"quantize-matmul{{{','.join(filter(None, (f"rules='{all_rules}'", self.method)))}}}")
         if activations == "bf16":
             steps.append("narrow-matmul")
-        steps.append(f"insert-paged-kv{{page={page},kv={kv or activations}}}")
+        steps.append(f"insert-paged-kv{{page={page},kv={kv or self.kv or activations}}}")
         return ",".join(steps)
 
+
+GPTQ = "method=gptq,act-order=static"
 
 RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("f32", activations="f32"),
         Recipe("bf16", activations="bf16"),
+        Recipe("native", activations="bf16", scheme="native", selects=".*"),
         Recipe("w8a16", activations="bf16", scheme="w8a16"),
         Recipe("w4a16", activations="bf16", scheme="w4a16"),
-        Recipe("native", activations="bf16", scheme="native", selects=".*"),
+        Recipe("w4a16-gptq", activations="bf16", scheme="w4a16", method=GPTQ),
+        Recipe("w3a16-gptq", activations="bf16", scheme="w3a16", method=GPTQ),
+        Recipe("fp8", activations="bf16", scheme="fp8"),
     )
 }
 

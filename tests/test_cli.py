@@ -163,7 +163,7 @@ CALIBRATED = "canonicalize,lower-dense-matmul,prune,insert-paged-kv"
         (["--rule", "(=w8a16"], "is not a regular expression"),
         (["--rule", "mlp=w4a16:g48"], "unknown option 'g48'; allowed: g32, g64, g128"),
         (["--pipeline", "canonicalize", "--rule", "mlp=w8a16"], "--pipeline says it all: leave out --rule"),
-        (["--recipe", "bf16", "--group", "64"], "--group and --sym belong to recipe w4a16, not to bf16"),
+        (["--recipe", "bf16", "--group", "64"], "--group and --sym belong to recipes w4a16 and w3a16, not to bf16"),
         (["--max-model-len", "513"], "--max-model-len 513 is not between 2 and 512"),
         (["--kv-tokens", "3"], "--kv-tokens 3 does not hold one page of 16"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0 is not between"),

@@ -125,7 +125,10 @@ def test_errors_say_where_and_what_is_allowed(text, message):
         ("insert-paged-kv{kv=f64}", "kv='f64'; allowed: f32, bf16, int8, int4, fp8"),
         ("quantize-matmul{rules='(=w8a16'}", "not a regular expression"),
         ("quantize-matmul{rules='.*=w3'}", "unknown quantization scheme 'w3'"),
-        ("quantize-matmul{method=gptq}", "method='gptq'; allowed: rtn"),
+        ("quantize-matmul{method=awq}", "method='awq'; allowed: rtn, clip, gptq"),
+        ("quantize-matmul{method=clip,act-order=static}", "option act-order does not belong to method=clip"),
+        ("quantize-matmul{damp=0.1}", "option damp does not belong to method=rtn"),
+        ("quantize-matmul{method=gptq,damp=0}", "damp=0 is not above 0 and up to 1"),
     ],
 )
 def test_options_of_the_real_passes_are_checked_when_parsed(text, message):
@@ -150,7 +153,7 @@ def test_the_user_s_rules_go_before_the_recipe_s_and_group_is_added():
         if isinstance(step, QuantizeMatmul)
     ]
     assert step.rules == r"x=skip;^layers_\d+/=w4a16:g32"
-    with pytest.raises(UserError, match="unknown recipe 'w2'; recipes: f32, bf16, w8a16, w4a16, native"):
+    with pytest.raises(UserError, match="unknown recipe 'w2'; recipes: f32, bf16, native, w8a16, w4a16, "):
         find_recipe("w2")
 
 

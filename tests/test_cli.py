@@ -158,7 +158,7 @@ CALIBRATED = "canonicalize,lower-dense-matmul,prune,insert-paged-kv"
         (["--pipeline", "canonicalize,fly"], "unknown pass 'fly'; known: canonicalize"),
         (["--pipeline", "insert-paged-kv{leaf=3}"], "unknown option 'leaf'; options: page, kv"),
         (["--pipeline", "canonicalize"], "does not insert a KV cache"),
-        (["--rule", "mlp=w3a16"], "unknown quantization scheme 'w3a16'"),
+        (["--rule", "mlp=w5a16"], "unknown quantization scheme 'w5a16'"),
         (["--rule", "mlp"], "'mlp' is not REGEX=SCHEME"),
         (["--rule", "(=w8a16"], "is not a regular expression"),
         (["--rule", "mlp=w4a16:g48"], "unknown option 'g48'; allowed: g32, g64, g128"),

@@ -13,16 +13,16 @@ def start(name: str, *arguments: str) -> tuple[int, str]:
 
 
 def test_help_lists_every_flag_of_the_experiment_and_no_other():
-    _, text = start("alpha_sweep", "--help")
+    _, text = start("salient", "--help")
     flags = {line.split(":")[0].strip().removeprefix("--") for line in text.splitlines() if line.startswith("  --")}
-    assert {"model", "text", "windows", "calibration", "alphas", "pipeline", "json", "plot", "activations"} <= flags
-    assert not {"recipes", "against", "scheme"} & flags
+    assert {"model", "text", "windows", "calibration", "scheme", "fraction", "json", "plot", "activations"} <= flags
+    assert not {"recipes", "against", "pipeline"} & flags
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("alpha_sweep", ["--recipes=f32"], "alpha_sweep: --recipes is not a flag of this experiment"),
+        ("salient", ["--recipes=f32"], "salient: --recipes is not a flag of this experiment"),
         (
             "layer_error",
             ["--json=/no/such/folder/a.json"],

@@ -88,21 +88,6 @@ def test_nothing_done_is_no_error_and_more_bits_less(parse):
         assert error == 0 < errors["w8a16"][path] < 0.03 < 0.1 < errors["pruned"][path] < 0.9
 
 
-def test_folded_scales_are_folded_back(parse):
-    """SmoothQuant changes weights by large factors and, before they are rounded, no output."""
-    settings = parse()
-    fold = "fold-scales{method=smoothquant,alpha=0.5}"
-    chosen = {
-        "folded": parse_spec(f"canonicalize,lower-dense-matmul,{fold},fuse-qkv,fuse-gate-up"),
-        "rounded": parse_spec(
-            f"canonicalize,lower-dense-matmul,{fold},fuse-qkv,fuse-gate-up,quantize-matmul{{rules='layers_=w8a16'}}"
-        ),
-    }
-    errors = layer_error.measure(chosen, settings)
-    assert max(errors["folded"].values()) < 1e-5 < min(errors["rounded"].values())
-    assert max(errors["rounded"].values()) < 0.05
-
-
 def test_the_command(parse, tmp_path, capsys):
     file, plot = tmp_path / "errors.json", tmp_path / "errors.svg"
     layer_error.run(parse(recipes=["w8a16,w4a16"], activations="f32", json=file, plot=plot))

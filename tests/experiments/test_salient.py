@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxserve.experiments import alpha_sweep, salient
+from jaxserve.experiments import salient
 from jaxserve.experiments.salient import RoundWithSalient, variants
 from jaxserve.pallas_kernels import quantize_rtn
 from jaxserve.passes.pipeline import Context
@@ -105,13 +105,3 @@ def test_the_command(parse, tmp_path, capsys, monkeypatch):
     assert found["kept 1 by random"] == pytest.approx(found["f32"], rel=1e-6)  # all channels kept
     assert found[SCHEME] != found["f32"]
     assert "kept 1 by random" in capsys.readouterr().out
-
-
-def test_alpha_sweep(parse, tmp_path):
-    file, plot = tmp_path / "sweep.json", tmp_path / "sweep.svg"
-    alpha_sweep.run(parse(alphas=["0.5", "0.8"], windows=1, activations="f32", json=file, plot=plot))
-    rows = json.loads(file.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["none", "0.5", "0.8"]
-    assert "fold-scales" not in rows[0]["spec"] and "alpha=0.8" in rows[2]["spec"]
-    assert len({row["perplexity"] for row in rows}) == 3
-    assert plot.read_text().count("<circle") == 4

@@ -129,7 +129,9 @@ class PackedStore:
                 parts = Parts(store, layer, layout.parts)
                 for used in parts:
                     del tensors[parts.path(used)]
-                described = layout.describe(parts)
+                described = _describe(layout, parts)
+                if f"{layer}.weight" in tensors:
+                    parts.fail("weight", f"stands beside {parts.path(layout.mark)}: only one of them can be the weight")
                 self._packed[f"{layer}.weight"] = parts, described
                 tensors[f"{layer}.weight"] = StoredTensor(
                     described.shape,
@@ -157,6 +159,15 @@ class PackedStore:
         if name not in self._packed:
             return self._store.read(name)
         return self._layout.decode(*self._packed[name])
+
+
+def _describe(layout: Layout, parts: Parts) -> Described:
+    described = layout.describe(parts)
+    try:
+        described.format.specs(*described.shape)
+    except ValueError as error:  # an odd number of 4-bit codes
+        parts.fail(layout.mark, f"cannot be kept: {error}")
+    return described
 
 
 def input_scale(parts: Parts) -> np.ndarray:

@@ -11,7 +11,8 @@ from jaxserve.pallas_kernels._axes import Axes
 from jaxserve.pallas_kernels._op import Operand
 
 NUMBERS = "float16"
-"""Dtype of scales and minimums. float32 gave no better perplexity, and takes 6% more of an int8 cache, 11% of int4."""
+"""Dtype of scales and minimums. float32 takes 6% more of an int8 cache (heads of 64), 11% of int4, and moves SmolLM2's
+perplexity by 0.014% and 0.005%."""
 
 Cache = Operand | tuple[Operand, ...]
 """The keys, or the values, of a layer: an array, or the arrays of a `KvFormat` in their order."""

@@ -256,6 +256,13 @@ DAMAGED_TENSORS = [
     ("ct_w4a16", drop("weight_shape"), rf"'{NAME}\.weight_shape' is missing"),
     ("ct_w4a16", put("weight_shape", lambda a: a + 8), rf"'{NAME}\.weight_packed' has .* weight_shape says \[72, 72\]"),
     ("ct_w4a16", put("weight_scale", lambda a: a[:, :1]), rf"'{NAME}\.weight_scale' has shape \[64, 1\]; .* \[64, 2\]"),
+    (
+        "ct_w4a16",
+        put("weight_shape", lambda a: a - [0, 1]),
+        rf"'{NAME}\.weight_packed' cannot be kept: 4-bit codes are",
+    ),
+    ("gptq", lambda t: t.update({f"{Q}.weight": t[f"{Q}.scales"]}), rf"'{NAME}\.weight' stands beside {NAME}\.qweight"),
+    ("ct_w8a8_static", drop("input_scale"), rf"'{NAME}\.input_scale' is missing"),
     ("ct_w8a8", drop("weight_scale"), rf"'{NAME}\.weight' is stored as I8, which is not supported"),
     ("ct_w8a8", put("weight", lambda a: a.astype(np.float16)), rf"'{NAME}\.weight' is stored as F16; it must be I8"),
     ("ct_w8a8", put("weight_scale", lambda a: a.T), rf"'{NAME}\.weight_scale' has shape \[1, 64\]; .* \[64, 1\]"),
@@ -287,6 +294,19 @@ def test_values_that_are_not_allowed_are_named(copy, name, change, message):
     checkpoint = HFCheckpoint(edited(copy(name), change))
     with pytest.raises(CheckpointError, match=message):
         checkpoint.read_native(Q_PATH)
+
+
+def test_static_scales_of_activations(copy):
+    """bfloat16 [1] in the file, float32 [] for the passes; nothing but a positive number is one."""
+    scale = HFCheckpoint(FIXTURES / "ct_w8a8_static").read_native(f"{Q_PATH}/input_scale")
+    stored = load(FIXTURES / "ct_w8a8_static")[f"{Q}.input_scale"]
+    assert isinstance(scale, np.ndarray) and scale.dtype == np.float32 and scale.shape == ()
+    assert scale == (stored.astype(np.uint32) << 16).view(np.float32)[0]
+    for bits in (0, 0x8000 | int(stored[0]), 0x7F80, 0x7FC0):  # zero, negative, infinite, NaN
+        folder = edited(copy("ct_w8a8_static"), put("input_scale", lambda a, bits=bits: a * 0 + bits))
+        with pytest.raises(CheckpointError, match=rf"'{NAME}\.input_scale' is .*; a scale must be finite and greater"):
+            HFCheckpoint(folder).read_native(f"{Q_PATH}/input_scale")
+        shutil.rmtree(folder)
 
 
 SETTINGS = [

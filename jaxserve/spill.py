@@ -56,7 +56,7 @@ class Spill:
         return arrays[""] if stored.format is None else QuantizedTensor(stored.format, stored.shape, arrays)
 
     def _keep(self, array: np.ndarray) -> np.ndarray | _File:
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")
         if array.nbytes < SMALL:
             return array
         file = _File(self._folder / f"{next(self._numbers):06d}", array.shape, array.dtype)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor
 from jaxserve.pallas_kernels.quantized_matmul.grid import Grid, channel_scale
 from jaxserve.pallas_kernels.quantized_matmul.rtn import round_to, split_groups
-from jaxserve.passes.ranges import best_grid
+from jaxserve.passes.ranges import best_grid, check_gram
 from jaxserve.passes.statistics import StatisticKind
 
 ROWS = 512  # outputs that are searched at a time
@@ -23,11 +23,12 @@ def quantize_clip(
     With E the error of a group of one output and H the block of the statistic `gram` [I, I] that belongs to the group's
     inputs, that error is E H E^T; `passes.ranges` says what is tried. No group is worse than rounded as it is.
 
-    Raises ValueError for a weight that cannot be quantized (`quantize_rtn`), or that has another width than H.
+    Raises ValueError for a weight that cannot be quantized (`quantize_rtn`), or an H of another width or that
+    is not finite.
     """
     grouped = split_groups(weight, format)
     channel = channel_scale(weight, format)
-    blocks = _blocks(np.asarray(statistics["gram"], np.float32), weight.shape[1], grouped.shape[2])
+    blocks = _blocks(check_gram(statistics["gram"], weight.shape[1]), grouped.shape[2])
     grids = []
     for start in range(0, len(grouped), ROWS):
         rows = slice(start, start + ROWS)
@@ -40,11 +41,9 @@ def quantize_clip(
     return round_to(Grid(format, fields), grouped, weight.shape[1])
 
 
-def _blocks(gram: np.ndarray, inputs: int, size: int) -> np.ndarray:
+def _blocks(gram: np.ndarray, size: int) -> np.ndarray:
     """The diagonal blocks [G, size, size] of a gram, 0 where a short last group has no inputs."""
-    if gram.shape != (inputs, inputs):
-        raise ValueError(f"the gram of a weight with {inputs} inputs must be [{inputs}, {inputs}], got {gram.shape}")
-    missing = -inputs % size
+    missing = -len(gram) % size
     gram = np.pad(gram, ((0, missing), (0, missing)))
     return np.stack([gram[at : at + size, at : at + size] for at in range(0, len(gram), size)])
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor
 from jaxserve.pallas_kernels.quantized_matmul.grid import Grid, channel_scale
 from jaxserve.pallas_kernels.quantized_matmul.rtn import check_weight
-from jaxserve.passes.ranges import best_grid
+from jaxserve.passes.ranges import best_grid, check_gram
 from jaxserve.passes.statistics import StatisticKind
 
 ActOrder = Literal["off", "static", "permuted"]
@@ -38,15 +38,15 @@ def quantize_gptq(
     `ranges="minmax"`, as published; `search` tries smaller ones on sum_j U_jj^2 (q_j - w_j)^2, which is what an error
     costs after later inputs have made up for it.
 
-    Raises ValueError for a weight that cannot be quantized (`quantize_rtn`), or that has another width than H.
+    Raises ValueError for a weight that cannot be quantized (`quantize_rtn`), or an H of another width or that
+    is not finite.
     """
     check_weight(weight, format)
-    gram, inputs = np.asarray(statistics["gram"], np.float64), weight.shape[1]
-    if gram.shape != (inputs, inputs):
-        raise ValueError(f"the gram of a weight with {inputs} inputs must be [{inputs}, {inputs}], got {gram.shape}")
+    inputs = weight.shape[1]
+    gram = check_gram(statistics["gram"], inputs)
     order = np.arange(inputs) if act_order == "off" else np.argsort(-np.diag(gram), kind="stable")
     natural = np.argsort(order)
-    feedback, costs = feedback_of(gram[np.ix_(order, order)], damp)
+    feedback, costs = feedback_of(gram if act_order == "off" else gram[np.ix_(order, order)], damp)
     columns = weight.astype(np.float32).T[order]
     groups = _Groups(format, inputs, channel_scale(weight, format), ranges)
     if act_order == "static" or groups.size == inputs:
@@ -58,15 +58,20 @@ def quantize_gptq(
 def feedback_of(gram: np.ndarray, damp: float) -> tuple[np.ndarray, np.ndarray]:
     """C [I, I], C_kj = U_kj / U_jj: how much the error at input k moves the target of a later input j; and U_jj^2 [I].
 
-    Both float32. The factor U of H = U U^T is that of Cholesky read backwards.
+    Both float32. The factor U of H = U U^T is that of Cholesky (which numpy computes in float64) read backwards. Raises
+    ValueError if H is not positive definite.
     """
-    damped = gram.copy()
+    damped = np.array(gram[::-1, ::-1], np.float32)
     diagonal = np.einsum("ii->i", damped)  # a view
-    diagonal += damp * diagonal.mean()
+    diagonal += damp * diagonal.mean(dtype=np.float64)
     diagonal[diagonal == 0] = 1
-    upper = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
-    scale = np.diag(upper)
-    return (upper / scale).astype(np.float32), np.square(scale).astype(np.float32)
+    try:
+        lower = np.linalg.cholesky(damped)
+    except np.linalg.LinAlgError:
+        raise ValueError(f"damp={damp:g} is too little for the activations of the calibration text") from None
+    scale = np.diag(lower).copy()
+    lower /= scale
+    return np.ascontiguousarray(lower[::-1, ::-1]), np.square(scale[::-1])
 
 
 def _round_columns(columns: np.ndarray, feedback: np.ndarray, costs: np.ndarray, groups: "_Groups") -> np.ndarray:

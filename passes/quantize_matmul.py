@@ -108,7 +108,7 @@ class QuantizeMatmul(Pass):
         asked = [_statistic(kind, entry, matmuls[0]) for kind in target.kinds]
         statistics += asked
         reads = (entry.path, *(each.path for each in asked), *target.given(entry.path))
-        edit = WeightEdit(reads, target.writes(entry.path), target.encode)
+        edit = WeightEdit(reads, target.writes(entry.path), partial(target.encode, entry.path))
         notes = [dataclasses.replace(found, note=f"{found.note}: {target.note}") for found in readers]
         for found in notes:
             _substitute(rewriter, found, entry, target, edit)
@@ -126,7 +126,7 @@ class QuantizeMatmul(Pass):
         if METHODS[name].statistics and (readers, matmuls) != (1, 1):
             notes.append(f"{readers - matmuls} lookups and {matmuls} matmuls read it, and {name} is for one matmul")
             name = "rtn"
-        if name == "gptq" and self.act_order == "permuted" and format.group is not None:
+        if name == "gptq" and self.act_order == "permuted" and format.group_size(inputs) < inputs:
             format = dataclasses.replace(format, ordered=True)
         if inputs % format.group_size(inputs):
             notes.append(f"the last group has {inputs % format.group_size(inputs)} inputs")
@@ -177,13 +177,19 @@ class _Target:
         fields = tuple(f"{path}/{field}" for field in self.format.fields)
         return (*fields, input_scale_path(path)) if self.static else fields
 
-    def encode(self, value: Value, *rest: Value) -> tuple[Value, ...]:
-        """The arrays of a weight in the target format, and the scale of its activations if that is static."""
+    def encode(self, path: str, value: Value, *rest: Value) -> tuple[Value, ...]:
+        """The arrays of a weight in the target format, and the scale of its activations if that is static.
+
+        Raises UserError, which names the path, for numbers that cannot be quantized.
+        """
         known = {kind: dense(found) for kind, found in zip(self.kinds, rest, strict=False)}
         if not (self.kept and isinstance(value, QuantizedTensor) and value.format == self.format):
             weight = np.asarray(dense(value), np.float32)
             method = METHODS["rtn"] if self.kept else self.method
-            value = method.function(weight, self.format, known, **self.options)
+            try:
+                value = method.function(weight, self.format, known, **self.options)
+            except ValueError as error:
+                raise UserError(f"{path}: {error}") from None
         arrays = tuple(value.arrays[field] for field in self.format.fields)
         if not self.static:
             return arrays

@@ -33,3 +33,12 @@ def best_grid(
             best = np.where(better, found, best)
             low, high = np.where(better, tried[0], low), np.where(better, tried[1], high)
     return Grid.spanning(low, high, format, channel)
+
+
+def check_gram(gram: np.ndarray, inputs: int) -> np.ndarray:
+    """The statistic `gram` in float32; ValueError if it is not [inputs, inputs] or not finite."""
+    if gram.shape != (inputs, inputs):
+        raise ValueError(f"the gram of a weight with {inputs} inputs must be [{inputs}, {inputs}], got {gram.shape}")
+    if not np.isfinite(gram).all():
+        raise ValueError("the activations of the calibration text are not finite")
+    return np.asarray(gram, np.float32)

@@ -27,10 +27,9 @@ class KvFormat:
       [pages, B, K, H/2]: component 2i in the low half of byte i and 2i + 1 in the high one.
     - fp8: x = scale * q with q float8_e4m3fn and scale = max |x| / largest.
 
-    Codes are kept as bytes (uint8), those of fp8 too: XLA on CPU would turn a whole float8 array into another dtype and
-    back to write one row of it.
     Numbers are rounded before the codes are chosen, so codes fit what is stored. What is stored for a token depends on
-    that token alone: it is the same bytes whatever batch, chunk or page the token is in.
+    that token alone: it is the same bytes whatever batch, chunk or page the token is in. Codes are kept as uint8, those
+    of fp8 too: XLA on CPU would turn a whole float8 array into another dtype and back to write one row of it.
 
     `error` bounds ||decode(encode(x)) - x|| / ||x|| of normal numbers, and with a margin of two what attention makes
     of such keys and values.

@@ -62,8 +62,8 @@ class QuantFormat:
             raise ValueError(f"e4m3 has 8 bits and no offset, got {self.bits} bits and offset {self.offset!r}")
         if self.level2 not in (None, "channel"):
             raise ValueError(f"level2 must be 'channel' or None, got {self.level2!r}")
-        if self.level2 and (self.bits > 4 or self.offset != "zero" or self.group is None):
-            raise ValueError("a second level needs groups of codes of up to 4 bits with an integer zero point")
+        if self.level2 and (self.bits != 4 or self.offset != "zero" or self.group is None):
+            raise ValueError("a second level needs groups of 4-bit codes with an integer zero point")
 
     def __str__(self) -> str:
         name = self.element if self.element != "int" else f"int{self.bits}"

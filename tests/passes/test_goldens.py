@@ -198,6 +198,14 @@ QUANTIZE = (
 )
 
 
+ACTIVATIONS = (
+    "quantize-matmul{rules='embed=w8a8;q_proj=w8a8:static;k_proj=w4a8:g32;v_proj=fp8;gate_proj=w3a16:zero;"
+    "down_proj=w4a8:g128:static'}"
+)
+FUSED = f"{DENSE},fuse-qkv,fuse-gate-up"
+CALIBRATED = "quantize-matmul{rules='layers=w4a16:g32',method=gptq,act-order=permuted}"
+
+
 ODD_RULES = "quantize-matmul{rules='free=skip;kernel=w4a16;x=w8a16'}"
 
 
@@ -234,6 +242,9 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("fuse_gate_up_bias", "fuse-gate-up", f"{DENSE},fuse-gate-up", model(mlp_bias=True, activation="gelu")),
     ("fuse_gate_up_negative", "fuse-gate-up", "fuse-gate-up", products_that_are_not_gated_mlps),
     ("quantize_matmul", "quantize-matmul", f"{DENSE},{QUANTIZE}", quantizable),
+    ("quantize_matmul_activations", "quantize-matmul", f"{DENSE},{ACTIVATIONS}", quantizable),
+    ("quantize_matmul_gptq_before", "fuse-gate-up", FUSED, model(layers=2, width=64, mlp=64)),
+    ("quantize_matmul_gptq", "quantize-matmul", f"{FUSED},{CALIBRATED}", model(layers=2, width=64, mlp=64)),
     ("quantize_matmul_negative", "quantize-matmul", ODD_RULES, odd_readers),
     ("quantize_matmul_undone", "quantize-matmul", "canonicalize,quantize-matmul{rules='.*=w8a16'}", model()),
     ("narrow_matmul", "narrow-matmul", f"{DENSE},quantize-matmul{{rules='mlp=w8a16'}},narrow-matmul", narrowable),

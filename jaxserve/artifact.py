@@ -20,11 +20,12 @@ import os
 import pathlib
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from jaxserve import manifest as manifests
 from jaxserve.manifest import ArtifactError, CachedExecutable, FileEntry, Manifest
@@ -129,13 +130,14 @@ class ArtifactWriter:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = pathlib.Path(os.path.realpath(directory))
         self._stack = contextlib.ExitStack()
+        self._signals = _StopSignals()
         self._root: pathlib.Path | None = None
 
     def __enter__(self) -> Self:
         """Raises `ArtifactError` when the place is taken by something that is not an artifact, or not writable."""
         _check_replaceable(self.directory)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_terminate_as_exception())
+            stack.enter_context(self._signals)
             self._root = stack.enter_context(_scratch_folder(self.directory))
             self._stack = stack.pop_all()
         return self
@@ -154,7 +156,8 @@ class ArtifactWriter:
         return self._root
 
     def path(self, name: str) -> pathlib.Path:
-        """Where to write the file or folder `name`; the folders above it are made."""
+        """Where to write the file or folder `name`; the folders above it are made. Ends here when told to stop."""
+        self._signals.check()
         path = self.root / _safe_name(self.root, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -186,6 +189,7 @@ class ArtifactWriter:
         self.write(MANIFEST, manifests.to_json(manifest))
         for path in [*paths, self.root / MANIFEST, *(p for p in self.root.rglob("*") if p.is_dir()), self.root]:
             _fsync(path)
+        self._signals.check()
         _put_in_place(self.root, self.directory)
         return manifest
 
@@ -327,21 +331,45 @@ def _remove_abandoned(parent: pathlib.Path, prefix: str) -> None:
             os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _terminate_as_exception() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, where the program leaves them to the system."""
+class _StopSignals:
+    """While the block runs, SIGTERM and SIGHUP unwind the stack as Ctrl-C does, where the program leaves them to the
+    system; and none of the three can get lost.
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+    Python raises what a handler raises wherever the main thread happens to be. In a destructor or a callback of the
+    garbage collector it prints the exception and goes on: here it goes on in silence, and `check` raises it again.
+    """
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._replaced: dict[int, Any] = {}
+        self._unraisable = sys.unraisablehook
+
+    def __enter__(self) -> Self:
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._ignore
+        if threading.current_thread() is threading.main_thread():
+            defaults: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+            defaults[signal.SIGINT] = signal.default_int_handler
+            for number, default in defaults.items():
+                if signal.getsignal(number) is default:
+                    self._replaced[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.unraisablehook = self._unraisable
+        while self._replaced:
+            signal.signal(*self._replaced.popitem())
+
+    def _ignore(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        if self._received is None or not issubclass(unraisable.exc_type, (KeyboardInterrupt, SystemExit)):
+            self._unraisable(unraisable)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        self.check()
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt or SystemExit if a signal has come, from whatever thread."""
+        if self._received == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._received is not None:
+            raise SystemExit(128 + self._received)

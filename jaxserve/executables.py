@@ -21,6 +21,7 @@ from jax.experimental import serialize_executable
 
 from jaxserve.artifact import Artifact
 from jaxserve.manifest import ArtifactError, Program
+from jaxserve.pallas_kernels._native import describe
 from jaxserve.targets import Target
 
 Options = Mapping[str, str | bool | int | float]
@@ -69,6 +70,7 @@ def executable_key(target: Target, options: Options | None = None) -> dict[str, 
     flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump"))
     key = {name: version for name in _VERSIONED if (version := _version(name))}
     return key | {
+        "kernels": describe(),
         "target": target.fingerprint(),
         "xla_flags": " ".join(flags),
         "options": json.dumps(dict(options or {}), sort_keys=True),

@@ -12,6 +12,7 @@ from jaxserve import executables
 from jaxserve.artifact import ArtifactWriter
 from jaxserve.lowering import graph_forward, specs_of
 from jaxserve.manifest import ArraySpec, CachedExecutable, Program
+from jaxserve.pallas_kernels._native import CUSTOM_CALLS, is_available
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.pipeline import run_pipeline
 from jaxserve.plan import Plan
@@ -78,14 +79,17 @@ def export_bucket(plan: Plan, bucket: Bucket, graph: Graph) -> bytes:
         slot_state.state_specs(plan.limits),
         steps.input_specs(bucket, plan.limits),
     )
-    return executables.export_program(step, *specs, donate=(1, 2), platform=plan.target.platform)
+    custom_calls = CUSTOM_CALLS if is_available() else ()
+    return executables.export_program(
+        step, *specs, donate=(1, 2), platform=plan.target.platform, custom_calls=custom_calls
+    )
 
 
 def _helper_programs(plan: Plan, caches: Mapping[str, jax.ShapeDtypeStruct]) -> list[tuple[Program, bytes]]:
     """The programs beside the steps: loading a slot, loading its penalty rows, copying pages."""
     limits, state = plan.limits, slot_state.state_specs(plan.limits)
     functions = {
-        "admit": (slot_state.admit_function(limits), (state, *slot_state.admit_specs(limits))),
+        "admit": (slot_state.admit, (state, *slot_state.admit_specs(limits))),
         "load-penalties": (slot_state.load_penalties, (state, *slot_state.load_penalties_specs(limits))),
         "copy-pages": (steps.copy_pages, (dict(caches), *steps.copy_specs())),
     }

@@ -3,6 +3,9 @@
 Import modules of an op's folder with `from`: the function of the same name hides the folder as an attribute here.
 """
 
+import jaxserve.pallas_kernels.kv_write.cpu
+import jaxserve.pallas_kernels.paged_attention.cpu
+import jaxserve.pallas_kernels.quantized_matmul.cpu  # noqa: F401  (kernels register themselves)
 from jaxserve.pallas_kernels._op import OPS, Choice, Kernel, Op, Refusal
 from jaxserve.pallas_kernels.attention.op import attention
 from jaxserve.pallas_kernels.dense_matmul.op import dense_matmul

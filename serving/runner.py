@@ -74,7 +74,7 @@ class Runner:
     Only the
         buckets in use are looked up, so that a mapping may load its programs when they are first wanted.
     is_loaded: whether a bucket's program is there at once. While it is not, a larger one that is there does its work.
-    admit, load_penalties, copy_pages: as state.admit_function, state.load_penalties and step.copy_pages.
+    admit, load_penalties, copy_pages: as state.admit, state.load_penalties and step.copy_pages.
     params: handed to the programs as it is. caches and state: donated, and replaced by what each program returns.
 
     The programs run behind the host's back and may read the host's arrays where they lie, so an array that was handed

@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from jaxserve.serving.state import State, select_rows
+from jaxserve.serving.request import Limits
+from jaxserve.serving.state import State, select_options
 
 _INT_MIN, _INT_MAX = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 _MASS_BITS = 30  # probabilities become integers whose sum is between 2**29 and 2**30 (and a rounding error)
@@ -42,8 +43,7 @@ def sample(
     slots: Int32[Array, " S"],
     positions: Int32[Array, " S"],
     active: Bool[Array, " S"],
-    *,
-    max_logprobs: int,
+    limits: Limits,
 ) -> Samples:
     """The next token of each row: slot slots[s], whose new token will stand at absolute position positions[s].
 
@@ -52,12 +52,11 @@ def sample(
     temperature is 0 or top_k is 1, else temperature, top_k, top_p of what top_k left, min_p relative to the likeliest
     token, and a draw by the Gumbel-max rule with the slot's key folded by the position.
 
-    Ties at a threshold are all kept. Columns past the vocabulary of the state are padding and never chosen. Rows that
+    Ties at a threshold are all kept. Columns past the vocabulary are padding and never chosen. Rows that
     are not active get their greedy token, and cost nothing.
     """
-    vocab = state["counts"].shape[1]
-    logits = logits[:, :vocab]
-    rows = _neutral_where(~active, select_rows(state, slots))
+    logits = logits[:, : limits.vocab_size]
+    rows = _neutral_where(~active, select_options(state, slots, limits))
     finite = jnp.all(jnp.isfinite(logits), axis=1)
     penalized = (rows["presence"] != 0) | (rows["frequency"] != 0) | (rows["repetition"] != 1)
     too_short = (positions < rows["min_length"]) & (rows["stop_ids"][:, 0] >= 0)
@@ -76,7 +75,7 @@ def sample(
     # One branch for the usual greedy step, so that it passes the logits through no conditional that would copy them.
     plain = jnp.all(greedy & ~biased & ~penalized & ~too_short)
     tokens = jnp.where(finite, lax.cond(plain, _argmax, choose, logits), 0)
-    return Samples(tokens, *_logprobs(logits, tokens, rows["num_logprobs"], max_logprobs), finite)
+    return Samples(tokens, *_logprobs(logits, tokens, rows["num_logprobs"], limits.max_logprobs), finite)
 
 
 def score(

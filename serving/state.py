@@ -1,10 +1,9 @@
 """The per-slot device state: what a step needs to know of a running sequence without asking the host.
 
 A dict of arrays with N = max_num_seqs rows, and one more: padding rows of a step point at the last, the scratch row,
-which always holds neutral values. The dict is donated to every program that updates it.
+which always holds neutral values. The dict is donated to every program that updates it. What only admitting changes is
+packed into the one array `options`, because every array that a program takes costs the host some microseconds a step.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ ADMIT_ROWS = 8  # sequences one call of the admit program loads
 
 def row_layout(limits: Limits) -> np.dtype:
     """The fields that admitting a sequence loads, each made of 4-byte words; the name, type and shape of one slot's
-    part.
+    part. The first two change with every step and are arrays of their own, the others words of `options`.
 
     length counts the positions whose K and V are computed. min_length is the absolute position before which none of
     stop_ids may be generated. num_logprobs is -1 when none are wanted. Unused entries of bias_ids and stop_ids are -1.
@@ -57,22 +56,24 @@ def neutral_rows(count: int, limits: Limits) -> np.ndarray:
 
 
 def state_specs(limits: Limits) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and types of the state. counts [N+1, V] int32: how often the slot's sequence generated each token;
-    prompt_mask [N+1, V] bool: which tokens its prompt holds. Both mean something only while penalties are in use.
+    """Shapes and types of the state, all with N+1 rows.
+
+    last_token, length [N+1] int32; options [N+1, W] int32: rows of row_layout, whose first two words are stale;
+    counts [N+1, V] int32: how often the slot's sequence generated each token; prompt_mask [N+1, V] bool: which tokens
+    its prompt holds. counts and prompt_mask mean something only while penalties are in use.
     """
-    layout, rows = row_layout(limits), limits.max_num_seqs + 1
-    specs = {name: jax.ShapeDtypeStruct((rows, *layout[name].shape), layout[name].base) for name in layout.names or ()}
-    specs["counts"] = jax.ShapeDtypeStruct((rows, limits.vocab_size), np.int32)
-    specs["prompt_mask"] = jax.ShapeDtypeStruct((rows, limits.vocab_size), np.bool_)
-    return specs
+    shapes = {"last_token": (), "length": (), "options": (_words(limits),), "counts": (limits.vocab_size,)}
+    rows = limits.max_num_seqs + 1
+    specs = {name: jax.ShapeDtypeStruct((rows, *shape), np.int32) for name, shape in shapes.items()}
+    return specs | {"prompt_mask": jax.ShapeDtypeStruct((rows, limits.vocab_size), np.bool_)}
 
 
 def init_state(limits: Limits) -> State:
     """A state of neutral rows. Compiles nothing."""
-    rows = neutral_rows(limits.max_num_seqs + 1, limits)
-    arrays = {name: np.ascontiguousarray(rows[name]) for name in rows.dtype.names or ()}
-    for name, spec in state_specs(limits).items():
-        arrays.setdefault(name, np.zeros(spec.shape, spec.dtype))
+    arrays: dict[str, np.ndarray] = {
+        name: np.zeros(spec.shape, spec.dtype) for name, spec in state_specs(limits).items()
+    }
+    arrays["options"] = neutral_rows(limits.max_num_seqs + 1, limits).view(np.int32).reshape(arrays["options"].shape)
     return {name: jax.device_put(array, may_alias=False) for name, array in arrays.items()}
 
 
@@ -103,27 +104,20 @@ def pack_row(seq: Sequence, limits: Limits) -> np.ndarray:
 
 def admit_specs(limits: Limits) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Of admit's second and third argument: slots [A] int32, rows [A, W] int32."""
-    words = row_layout(limits).itemsize // 4
-    return jax.ShapeDtypeStruct((ADMIT_ROWS,), np.int32), jax.ShapeDtypeStruct((ADMIT_ROWS, words), np.int32)
+    return jax.ShapeDtypeStruct((ADMIT_ROWS,), np.int32), jax.ShapeDtypeStruct((ADMIT_ROWS, _words(limits)), np.int32)
 
 
-def admit_function(limits: Limits) -> Callable[[State, Int32[Array, " A"], Int32[Array, "A W"]], State]:
-    """admit(state, slots, rows) -> state with rows[i] loaded into slots[i]; jit it with the state donated.
+def _words(limits: Limits) -> int:
+    return row_layout(limits).itemsize // 4
+
+
+def admit(state: State, slots: Int32[Array, " A"], rows: Int32[Array, "A W"]) -> State:
+    """The state with rows[i] loaded into slots[i]; jit it with the state donated.
 
     Unused entries point at the scratch row and hold neutral_rows.
     """
-    layout = row_layout(limits)
-
-    def admit(state: State, slots: Int32[Array, " A"], rows: Int32[Array, "A W"]) -> State:
-        loaded = dict(state)
-        for name, (field, offset, *_) in (layout.fields or {}).items():
-            first = offset // 4
-            words = rows[:, first : first + field.itemsize // 4]
-            values = lax.bitcast_convert_type(words.reshape(-1, *field.shape), field.base)
-            loaded[name] = state[name].at[slots].set(values)
-        return loaded
-
-    return admit
+    loaded = {"last_token": rows[:, 0], "length": rows[:, 1], "options": rows}
+    return state | {name: state[name].at[slots].set(values) for name, values in loaded.items()}
 
 
 def penalty_rows(seq: Sequence, limits: Limits) -> tuple[np.ndarray, np.ndarray]:
@@ -152,10 +146,13 @@ def load_penalties(state: State, slot: Array, counts: Array, prompt_mask: Array)
     }
 
 
-def select_rows(state: State, slots: Int32[Array, " S"]) -> dict[str, Array]:
-    """Rows `slots` of the small fields. counts and prompt_mask stay out: [S, V] is gathered only where it is needed."""
-    return {
-        name: jnp.take(array, slots, axis=0, mode="clip")
-        for name, array in state.items()
-        if name not in ("counts", "prompt_mask")
-    }
+def select_options(state: State, slots: Int32[Array, " S"], limits: Limits) -> dict[str, Array]:
+    """The options of rows `slots`, by the names of row_layout, each [S, ...]."""
+    rows, layout = jnp.take(state["options"], slots, axis=0, mode="clip"), row_layout(limits)
+
+    def unpack(field: np.dtype, offset: int) -> Array:
+        words = rows[:, offset // 4 : (offset + field.itemsize) // 4]
+        return lax.bitcast_convert_type(words.reshape(-1, *field.shape), field.base)
+
+    fields = {name: unpack(field, offset) for name, (field, offset, *_) in (layout.fields or {}).items()}
+    return {name: value for name, value in fields.items() if name not in ("last_token", "length")}

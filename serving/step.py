@@ -139,7 +139,7 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
         if bucket.kind == "score":
             return caches, state, _score_outputs(logits[:, : limits.vocab_size], inputs["targets"], limits)
         active = inputs["sample"]
-        samples = sample(logits, state, slots, lengths, active, max_logprobs=limits.max_logprobs)
+        samples = sample(logits, state, slots, lengths, active, limits)
         # Rows that do not sample write back what is there: all padding rows share the scratch slot.
         last = jnp.where(active, samples.tokens, jnp.take(state["last_token"], slots, mode="clip"))
         state = state | {

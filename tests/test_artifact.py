@@ -1,5 +1,6 @@
 """Artifacts are written whole or not at all, and damage is found and named when one is opened."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -88,6 +89,15 @@ def start_writer(directory: pathlib.Path) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"
     return process
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_that_a_destructor_swallowed_still_ends_the_writer(tmp_path, number, error):
+    with pytest.raises(error), ArtifactWriter(tmp_path / "a") as writer:
+        with contextlib.suppress(BaseException):  # as Python does in __del__
+            signal.raise_signal(number)
+        writer.write("graph/000_trace.txt", "graph")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

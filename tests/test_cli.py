@@ -158,7 +158,7 @@ CALIBRATED = "canonicalize,lower-dense-matmul,prune,insert-paged-kv"
         (["--pipeline", "canonicalize,fly"], "unknown pass 'fly'; known: canonicalize"),
         (["--pipeline", "insert-paged-kv{leaf=3}"], "unknown option 'leaf'; options: page, kv"),
         (["--pipeline", "canonicalize"], "does not insert a KV cache"),
-        (["--rule", "mlp=w3a16"], "unknown quantization scheme 'w3a16'"),
+        (["--rule", "mlp=w5a16"], "unknown quantization scheme 'w5a16'"),
         (["--rule", "mlp"], "'mlp' is not REGEX=SCHEME"),
         (["--rule", "(=w8a16"], "is not a regular expression"),
         (["--rule", "mlp=w4a16:g48"], "unknown option 'g48'; allowed: g32, g64, g128"),
@@ -271,7 +271,6 @@ def test_no_artifact(tmp_path: pathlib.Path, command: list[str], capsys: Capture
 # ---- ending early
 
 
-@pytest.mark.slow  # known to fail at times: once the SIGINT was lost and the compile ended with 0
 def test_interrupted_compile_leaves_nothing(stories: pathlib.Path, tmp_path: pathlib.Path):
     """While programs are being compiled, in two threads."""
     command = [
@@ -298,5 +297,5 @@ def test_interrupted_compile_leaves_nothing(stories: pathlib.Path, tmp_path: pat
         assert process.stderr is not None
         said = process.stderr.read()
     assert code == 130
-    assert said.endswith("interrupted\n") and "Traceback" not in said
+    assert said.endswith("interrupted\n") and "Traceback" not in said, said
     assert not any(tmp_path.iterdir())

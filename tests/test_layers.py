@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "manifest": {"errors"},
     "artifact": {"errors", "targets", "manifest"},
     "weights_io": {"errors", "targets", "manifest", "artifact"},
-    "executables": {"errors", "targets", "manifest", "artifact"},
+    "executables": {"errors", "targets", "manifest", "artifact", "pallas_kernels"},  # registers custom calls
     "text": {"errors", "targets"},
     "pallas_kernels": BASE,
     "models": BASE | {"pallas_kernels", "text"},

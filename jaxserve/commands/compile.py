@@ -67,8 +67,9 @@ def _group(options: argparse.Namespace) -> str:
     from jaxserve.errors import UserError
     from jaxserve.passes.rules import GROUPS
 
-    if options.group not in (None, *map(str, GROUPS)):
-        raise UserError(f"--group {options.group}: allowed are {', '.join(map(str, GROUPS))}")
+    allowed = [str(size) for size in GROUPS.values()]
+    if options.group not in (None, *allowed):
+        raise UserError(f"--group {options.group}: allowed are {', '.join(allowed)}")
     return (f":g{options.group}" if options.group else "") + (":sym" if options.sym else "")
 
 

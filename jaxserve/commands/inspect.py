@@ -31,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
         "KV cache": f"{limits.kv_tokens} tokens{kv_format}, pages of {limits.page_size}, {kv_bytes / 1e6:.1f} MB",
         "limits": f"{limits.max_num_seqs} sequences of up to {limits.max_model_len} tokens",
         "end tokens": ", ".join(map(str, manifest.generation.get("eos_ids", []))) or "none",
+        "made with": _kernels(manifest),
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "schema": manifest.schema,
     }
@@ -52,3 +53,9 @@ def _passes_table(table, passes):
         reasons = "; ".join(f"{count}x {reason}" for reason, count in entry.refused.items())
         table.add_row(entry.name, str(entry.matches), reasons)
     return table
+
+
+def _kernels(manifest) -> str:
+    """The kernels in the executables that the artifact holds: another machine may compile its own."""
+    made = {cached.key.get("kernels", "") for program in manifest.programs for cached in program.executables}
+    return "; ".join(sorted(filter(None, made))) or "XLA's reference ops"

@@ -15,7 +15,7 @@ from jaxserve.serving.load import LowerLimits
 from jaxserve.serving.request import GenerationRequest, SamplingParams, TokenLogprob, Usage
 from jaxserve.serving.session import Session
 from jaxserve.serving.stats import NullObserver
-from tests.serving.api.support import Running, serving
+from tests.serving.api.support import Running, serving, wait_for
 
 
 def compile_artifact(
@@ -56,9 +56,18 @@ class Live:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs or waits, and no page is in use."""
-        stats = self.engine.stats()
-        return stats["running"] == stats["waiting"] == 0 and stats["kv_usage"] == 0
+        return is_idle(self.engine)
+
+
+def is_idle(engine: Engine) -> bool:
+    """Whether nothing runs or waits, and no page is in use."""
+    stats = engine.stats()
+    return stats["running"] == stats["waiting"] == 0 and stats["kv_usage"] == 0
+
+
+def settle(engine: Engine) -> None:
+    """Returns once the engine is idle: a step may still be in flight, and hold pages, when the last answer is there."""
+    wait_for(lambda: is_idle(engine))
 
 
 @contextlib.contextmanager

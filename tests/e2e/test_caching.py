@@ -4,7 +4,7 @@ import pathlib
 
 import numpy as np
 
-from tests.e2e.support import Ask, Live, ask, ask_one, greedy, load
+from tests.e2e.support import Ask, Live, ask, ask_one, greedy, load, settle
 
 
 def test_shared_prefix_is_computed_once(stories: Live, story: list[int]):
@@ -44,8 +44,8 @@ def test_preempted_requests_end_as_they_would_have(stories: Live, stories_artifa
     session = load(stories_artifact, kv_tokens=256)
     with session.running() as engine:
         crowded = ask(engine, *requests)
-        stats = engine.stats()
+        settle(engine)
         engine.scheduler.pool.check_integrity([])
+        assert engine.stats()["preemptions"] > 0
     session.runner.close()
-    assert stats["preemptions"] > 0 and stats["kv_usage"] == 0
     assert [result.ids for (result,) in crowded] == alone

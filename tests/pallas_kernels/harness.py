@@ -11,13 +11,16 @@ import pytest
 
 from jaxserve._compat import trace
 from jaxserve.pallas_kernels import OPS, Refusal
+from jaxserve.pallas_kernels._native import describe, is_available
 
 # A kernel is named "platform/kernel", as it was registered.
 IMPLEMENTATIONS = ("reference",)
+NATIVE = (*IMPLEMENTATIONS, pytest.param("cpu/native", marks=pytest.mark.skipif(not is_available(), reason=describe())))
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+native_implementations = pytest.mark.parametrize("implementation", NATIVE)
 dtypes = pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 
 

@@ -5,7 +5,7 @@ import pytest
 from jaxserve.pallas_kernels import KV_FORMATS, kv_write
 from jaxserve.pallas_kernels.kv_write.format import cache_layout, decode, encode
 from tests.pallas_kernels import oracles
-from tests.pallas_kernels.harness import BF16, F32, compute, dtypes, implementations, normal, wide
+from tests.pallas_kernels.harness import BF16, F32, compute, dtypes, native_implementations, normal, wide
 
 PAGES, B, K, H = 6, 4, 2, 8
 
@@ -35,7 +35,7 @@ def noise(form, seed):
     )
 
 
-@implementations
+@native_implementations
 class TestKvWrite:
     @dtypes
     @pytest.mark.parametrize("slots", SLOTS, ids=str)

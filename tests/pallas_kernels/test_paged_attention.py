@@ -8,7 +8,7 @@ import pytest
 from jaxserve.pallas_kernels import KV_FORMATS, KvFormat, kv_write, paged_attention
 from jaxserve.pallas_kernels.kv_write.format import cache_layout
 from tests.pallas_kernels import oracles
-from tests.pallas_kernels.harness import BF16, F32, assert_close, compute, dtypes, implementations, normal, wide
+from tests.pallas_kernels.harness import BF16, F32, assert_close, compute, dtypes, native_implementations, normal, wide
 
 K, H = 2, 16
 
@@ -71,7 +71,7 @@ def unwritten(format, dtype, pages, page_size):
     )
 
 
-@implementations
+@native_implementations
 class TestPagedAttention:
     @dtypes
     @pytest.mark.parametrize("heads", [2, 4, 6])
@@ -142,7 +142,7 @@ class TestPagedAttention:
         made.check(implementation, scale=0.25)
 
 
-@implementations
+@native_implementations
 @pytest.mark.parametrize("form", KV_FORMATS)
 class TestQuantizedCaches:
     @dtypes

@@ -248,6 +248,7 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("quantize_matmul_negative", "quantize-matmul", ODD_RULES, odd_readers),
     ("quantize_matmul_undone", "quantize-matmul", "canonicalize,quantize-matmul{rules='.*=w8a16'}", model()),
     ("narrow_matmul", "narrow-matmul", f"{DENSE},quantize-matmul{{rules='mlp=w8a16'}},narrow-matmul", narrowable),
+    ("narrow_matmul_logit", "narrow-matmul", f"{DENSE},quantize-matmul{{rules='emb=w8a16'}},narrow-matmul", narrowable),
     ("narrow_matmul_negative", "narrow-matmul", "narrow-matmul", odd_readers),
     ("insert_paged_kv_window", "insert-paged-kv", "insert-paged-kv{page=4,kv=f32}", model(windows=(3,))),
     ("insert_paged_kv_bf16", "insert-paged-kv", "insert-paged-kv", model(activations="bf16", layers=2)),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxserve._compat import spec_of
 from jaxserve.lowering import trace_model
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor, dense_matmul, quantize_rtn
 from jaxserve.passes import statistics
@@ -183,7 +184,7 @@ def test_narrow_matmul_leaves_quantized_activations_to_be_rounded_once():
     told = report_of(result, "narrow-matmul")
     assert "layers_0/mlp/up_proj: no match, its activation becomes int8, from float32" in told
     dtypes = {
-        eqn.params["activation"]: eqn.invars[0].aval.dtype.name
+        eqn.params["activation"]: spec_of(eqn.invars[0]).dtype.name
         for eqn in result.graph.eqns
         if eqn.primitive.name == "jaxserve.quantized_matmul"
     }

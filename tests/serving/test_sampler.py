@@ -21,16 +21,21 @@ def limits(vocab, slots):
 
 def make_state(vocab=VOCAB, slots=SLOTS, **fields: Any):
     """A state whose slots hold `fields`: one value for all of them, or a list with the first slots' values."""
-    state = {name: np.array(array) for name, array in st.init_state(limits(vocab, slots)).items()}
+    sizes = limits(vocab, slots)
+    state = {name: np.array(array) for name, array in st.init_state(sizes).items()}
+    options = st.neutral_rows(slots + 1, sizes)
     for name, value in fields.items():
-        rows = np.asarray(value, state[name].dtype)
-        state[name][: len(rows) if rows.ndim == state[name].ndim else slots] = rows
+        array = state[name] if name in state else options[name]
+        rows = np.asarray(value, array.dtype)
+        array[: len(rows) if rows.ndim == array.ndim else slots] = rows
+    state["options"] = options.view(np.int32).reshape(slots + 1, -1)
     return {name: jnp.asarray(array) for name, array in state.items()}
 
 
-@functools.partial(jax.jit, static_argnames="max_logprobs")
-def run(logits, state, slots, positions, active, max_logprobs=20):
-    return sample(logits, state, slots, positions, active, max_logprobs=max_logprobs)
+@jax.jit
+def run(logits, state, slots, positions, active):
+    sizes = limits(state["counts"].shape[1], len(state["counts"]) - 1)
+    return sample(logits, state, slots, positions, active, sizes)
 
 
 def draw(logits, state, slots: Any = None, positions: Any = 10, active: Any = True, batch=SLOTS):
@@ -322,8 +327,13 @@ def test_inactive_rows_ask_for_nothing():
 def test_extreme_options():
     logits = random_logits(8, VOCAB, seed=10)
     best = logits.argmax(1)
-    cold = make_state(key=keys(8), temperature=[1e-5, 1e-30, 1, 1, 1, 1e-5, 1, 1], top_p=[1, 1, 1e-9, 1, 1, 0.1, 1, 1])
-    cold |= {"top_k": int32s([0, 0, 0, 1, 2**31 - 1, 0, 0, 0, 0]), "min_p": float32s([0, 0, 0, 0, 1, 0, 1, 1, 0])}
+    cold = make_state(
+        key=keys(8),
+        temperature=[1e-5, 1e-30, 1, 1, 1, 1e-5, 1, 1],
+        top_p=[1, 1, 1e-9, 1, 1, 0.1, 1, 1],
+        top_k=[0, 0, 0, 1, 2**31 - 1, 0, 0, 0],
+        min_p=[0, 0, 0, 0, 1, 0, 1, 1],
+    )
     np.testing.assert_array_equal(draw(logits, cold).tokens, best)
     np.testing.assert_array_equal(draw(logits * 1e30, cold).tokens, best)
     flat = np.full((8, VOCAB), -7.5, np.float32)
@@ -349,7 +359,7 @@ def test_plain_greedy_steps_skip_the_costly_parts():
     """Random numbers, loops, top-k, exponentials and the gather of the penalty rows happen in conditionals only."""
     state = make_state()
     slots, active = np.arange(8, dtype=np.int32), np.ones(8, bool)
-    closed = jax.make_jaxpr(functools.partial(sample, max_logprobs=20))(
+    closed = jax.make_jaxpr(functools.partial(sample, limits=limits(VOCAB, SLOTS)))(
         random_logits(8, VOCAB), state, slots, slots, active
     )
     costly = {

@@ -1,6 +1,7 @@
 """The per-slot device state: loading sequences, in place, without touching other slots."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,7 +34,14 @@ def admit(state, seqs, limits=LIMITS):
     rows = st.neutral_rows(st.ADMIT_ROWS, limits).view(np.int32).reshape(st.ADMIT_ROWS, -1)
     for i, seq in enumerate(seqs):
         slots[i], rows[i] = seq.slot, st.pack_row(seq, limits)
-    return jax.jit(st.admit_function(limits), donate_argnums=0)(state, slots, rows)
+    return jax.jit(st.admit, donate_argnums=0)(state, slots, rows)
+
+
+def fields_of(state, limits=LIMITS):
+    """Every field of every slot, by name."""
+    slots = jnp.arange(limits.max_num_seqs + 1)
+    fields = {name: state[name] for name in ("last_token", "length")} | st.select_options(state, slots, limits)
+    return {name: np.array(array) for name, array in fields.items()}
 
 
 def test_initial_state_has_the_shapes_that_the_specs_say():
@@ -42,7 +50,7 @@ def test_initial_state_has_the_shapes_that_the_specs_say():
         name: (spec.shape, spec.dtype) for name, spec in specs.items()
     }
     assert state["counts"].shape == (5, 50)
-    assert state["stop_ids"].shape == (5, 2 + LIMITS.max_stop_ids)
+    assert fields_of(state)["stop_ids"].shape == (5, 2 + LIMITS.max_stop_ids)
 
 
 def test_admit_loads_every_field_and_leaves_other_slots_alone():
@@ -63,8 +71,8 @@ def test_admit_loads_every_field_and_leaves_other_slots_alone():
         min_tokens=3,
         stop_token_ids=(30, 20),
     )
-    before = {name: np.array(array) for name, array in st.init_state(LIMITS).items()}
-    after = {name: np.array(array) for name, array in admit(st.init_state(LIMITS), [full]).items()}
+    before = fields_of(st.init_state(LIMITS))
+    after = fields_of(admit(st.init_state(LIMITS), [full]))
     expected = {
         "last_token": 9,
         "length": 2,
@@ -82,7 +90,7 @@ def test_admit_loads_every_field_and_leaves_other_slots_alone():
         "bias_values": [-100, 3.5, 0, 0, 0, 0],
         "stop_ids": [2, 3, 20, 30] + [-1] * (LIMITS.max_stop_ids - 2),
     }
-    assert set(expected) == set(before) - {"counts", "prompt_mask"}
+    assert set(expected) == set(before)
     for name, value in expected.items():
         np.testing.assert_array_equal(after[name][1], np.asarray(value, after[name].dtype), err_msg=name)
         np.testing.assert_array_equal(np.delete(after[name], 1, 0), np.delete(before[name], 1, 0), err_msg=name)
@@ -93,8 +101,8 @@ def test_a_new_sequence_in_a_slot_inherits_nothing():
         st.init_state(LIMITS), [make_sequence(temperature=0.5, logit_bias=((4, 1.0),), min_tokens=1, logprobs=1)]
     )
     plain = make_sequence(temperature=0.0)
-    reused = admit(state, [plain])
-    fresh = admit(st.init_state(LIMITS), [plain])
+    reused = fields_of(admit(state, [plain]))
+    fresh = fields_of(admit(st.init_state(LIMITS), [plain]))
     for name in fresh:
         if name != "key":  # drawn at random
             np.testing.assert_array_equal(reused[name], fresh[name], err_msg=name)
@@ -102,13 +110,13 @@ def test_a_new_sequence_in_a_slot_inherits_nothing():
 
 def test_ids_that_do_not_end_the_request_may_be_generated_at_once():
     state = admit(st.init_state(LIMITS), [make_sequence(slot=0, min_tokens=2, ignore_eos=True, stop_token_ids=(9,))])
-    assert sorted(set(np.array(state["stop_ids"])[0].tolist())) == [-1, 9]
+    assert sorted(set(fields_of(state)["stop_ids"][0].tolist())) == [-1, 9]
 
 
 def test_largest_seeds_survive_packing():
     seq = make_sequence()
     seq.seed = (2**32 - 1, 2**31)
-    assert np.array(admit(st.init_state(LIMITS), [seq])["key"])[1].tolist() == [2**32 - 1, 2**31]
+    assert fields_of(admit(st.init_state(LIMITS), [seq]))["key"][1].tolist() == [2**32 - 1, 2**31]
 
 
 def test_penalty_rows_count_outputs_and_mark_the_prompt():
@@ -126,7 +134,7 @@ def test_penalty_rows_count_outputs_and_mark_the_prompt():
 @pytest.mark.parametrize("program", ["admit", "load_penalties"])
 def test_programs_update_the_state_in_place(program):
     limits = Limits(64, 64, 8, 16, vocab_size=4096, token_budget=64)
-    function = st.admit_function(limits) if program == "admit" else st.load_penalties
+    function = st.admit if program == "admit" else st.load_penalties
     specs = st.admit_specs(limits) if program == "admit" else st.load_penalties_specs(limits)
     state = st.state_specs(limits)
     memory = memory_of(function, state, *specs)

@@ -92,7 +92,7 @@ def compile_others(limits=LIMITS):
     """admit, load_penalties, copy_pages."""
     state = st.state_specs(limits)
     return (
-        jax.jit(st.admit_function(limits), donate_argnums=0).lower(state, *st.admit_specs(limits)).compile(),
+        jax.jit(st.admit, donate_argnums=0).lower(state, *st.admit_specs(limits)).compile(),
         jax.jit(st.load_penalties, donate_argnums=0).lower(state, *st.load_penalties_specs(limits)).compile(),
         jax.jit(copy_pages, donate_argnums=0).lower(cache_specs(limits), *copy_specs()).compile(),
     )

@@ -1,0 +1,58 @@
+"""Finds the shared library, registers its handlers with XLA, and makes calls of them."""
+
+import ctypes
+import functools
+import importlib.machinery
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+ISAS = ("generic", "avx2", "avx512")
+
+# The targets of our custom calls in StableHLO, each a handler of this name in the library.
+CUSTOM_CALLS = ("jaxserve_kv_write", "jaxserve_paged_attention", "jaxserve_quantized_matmul")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The library with all handlers registered, or None where it was not built."""
+    folder = pathlib.Path(__file__).parent
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = folder / f"kernels{suffix}"
+        if path.exists():
+            library = ctypes.CDLL(str(path))
+            for name in CUSTOM_CALLS:
+                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+            return library
+    return None
+
+
+def is_available() -> bool:
+    """Whether the native kernels can run; the first question loads the library and registers its handlers."""
+    return _library() is not None
+
+
+def describe() -> str:
+    """Which kernels a CPU step uses, for people: the instruction set, or that there are none."""
+    library = _library()
+    if library is None:
+        return "no native kernels (the package was built without a C++ compiler): XLA's reference ops"
+    return f"native kernels, {ISAS[library.jaxserve_isa()]}"
+
+
+def native_call(
+    name: str,
+    results: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
+    *,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> Callable[..., Any]:
+    """A function of arrays that calls the handler `name`; `aliases` maps operands to the results that take them over.
+
+    Attributes are Python strings, bools, or numpy scalars of the type that the handler declares.
+    """
+    assert name in CUSTOM_CALLS and is_available()
+    call = jax.ffi.ffi_call(name, results, input_output_aliases=aliases or {})
+    return functools.partial(call, **attributes)

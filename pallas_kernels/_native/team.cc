@@ -1,0 +1,107 @@
+#include "team.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <thread>
+
+namespace jaxserve {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kSpin = std::chrono::microseconds(200);
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+int usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+  return std::max(1, CPU_COUNT(&set));
+}
+
+int team_size() {
+  const char* text = std::getenv("JAXSERVE_CPU_THREADS");
+  const int wanted = text ? std::atoi(text) : 0;
+  const int cores = usable_cores();
+  return wanted > 0 ? std::min(wanted, cores) : cores;
+}
+
+}  // namespace
+
+Team& Team::get() {
+  static Team* team = new Team(team_size());  // never destroyed: its threads sleep in it when main() returns
+  return *team;
+}
+
+void* Team::scratch(std::size_t bytes, int use) {
+  thread_local struct Buffer {
+    void* data = nullptr;
+    size_t size = 0;
+    ~Buffer() { std::free(data); }
+  } buffers[2];
+  Buffer& buffer = buffers[use];
+  if (buffer.size < bytes) {
+    std::free(buffer.data);
+    buffer.size = (bytes + 4095) / 4096 * 4096;
+    buffer.data = std::aligned_alloc(64, buffer.size);
+  }
+  return buffer.data;
+}
+
+Team::Team(int size) : size_(size) {
+  for (int thread = 1; thread < size; ++thread) std::thread(&Team::work, this, thread).detach();
+}
+
+void Team::run(int64_t items, Function function, void* self) {
+  if (items <= 0) return;
+  if (items == 1 || size_ == 1) {
+    for (int64_t item = 0; item < items; ++item) function(self, item, 0);
+    return;
+  }
+  std::lock_guard<std::mutex> lock(busy_);
+  function_ = function;
+  self_ = self;
+  items_ = items;
+  next_.store(0, std::memory_order_relaxed);
+  running_.store(size_ - 1, std::memory_order_relaxed);
+  epoch_.fetch_add(1, std::memory_order_seq_cst);
+  if (asleep_.load(std::memory_order_seq_cst) > 0) {
+    std::lock_guard<std::mutex> sleeping(sleep_mutex_);
+    wake_.notify_all();
+  }
+  take_items(0);
+  for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) {
+    if (spins > 20000) sched_yield();  // somebody else has our cores
+    pause();
+  }
+}
+
+void Team::take_items(int thread) {
+  for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items_;) function_(self_, item, thread);
+}
+
+void Team::work(int thread) {
+  for (uint32_t seen = 0;; seen = epoch_.load(std::memory_order_acquire)) {
+    auto deadline = Clock::now() + kSpin;
+    for (int spins = 0; epoch_.load(std::memory_order_acquire) == seen; ++spins) {
+      if (spins % 64 == 63 && Clock::now() > deadline) {
+        std::unique_lock<std::mutex> lock(sleep_mutex_);
+        asleep_.fetch_add(1, std::memory_order_seq_cst);
+        wake_.wait(lock, [&] { return epoch_.load(std::memory_order_seq_cst) != seen; });
+        asleep_.fetch_sub(1, std::memory_order_relaxed);
+      }
+      pause();
+    }
+    take_items(thread);
+    running_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+}  // namespace jaxserve

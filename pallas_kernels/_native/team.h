@@ -1,0 +1,55 @@
+// A team of threads that splits the work of one kernel call.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <type_traits>
+#include <utility>
+
+namespace jaxserve {
+
+// One team a process. Between two calls of a step its threads spin, because waking a thread takes longer than most calls;
+// when no call comes for a while they sleep. JAXSERVE_CPU_THREADS sets its size, at most the cores the process may use.
+class Team {
+ public:
+  static Team& get();
+
+  int size() const { return size_; }
+
+  // Calls body(item, thread) for every item in [0, items), spread over the team, and returns when all are done. Which
+  // thread takes an item is left to chance, so a result may not depend on it.
+  template <typename Body>
+  void each(int64_t items, Body&& body) {
+    using Plain = std::remove_reference_t<Body>;
+    run(items, [](void* self, int64_t item, int thread) { (*static_cast<Plain*>(self))(item, thread); }, &body);
+  }
+
+  // Memory of the calling thread that lasts until it asks for the same use again; grows and is never given back.
+  // Use 0 is a handler's, 1 that of a body that the team runs.
+  static void* scratch(std::size_t bytes, int use);
+
+ private:
+  using Function = void (*)(void*, int64_t, int);
+
+  explicit Team(int size);
+  void run(int64_t items, Function function, void* self);
+  void work(int thread);
+  void take_items(int thread);
+
+  const int size_;
+  std::mutex busy_;  // held by the call that has the team
+  std::mutex sleep_mutex_;
+  std::condition_variable wake_;
+  std::atomic<uint32_t> epoch_{0};
+  std::atomic<int64_t> next_{0};
+  std::atomic<int> running_{0};
+  std::atomic<int> asleep_{0};
+  int64_t items_ = 0;
+  Function function_ = nullptr;
+  void* self_ = nullptr;
+};
+
+}  // namespace jaxserve

@@ -1,0 +1,68 @@
+"""What the native kernels promise beyond their equations: one order of summation, in every company."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.pallas_kernels import QuantFormat, paged_attention, quantize_rtn, quantized_matmul
+from jaxserve.pallas_kernels._native import describe, is_available
+from tests.pallas_kernels.harness import F32, dtypes, normal
+
+pytestmark = pytest.mark.skipif(not is_available(), reason=describe())
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "format", [QuantFormat(4, 32, "minimum", "float16"), QuantFormat(8, None, "none", "float32")], ids=str
+)
+def test_a_row_has_the_same_bytes_alone_and_among_others(format, dtype):
+    tensor = quantize_rtn(normal(0, 200, 172), format)
+    x = normal(1, 67, 172, dtype=dtype)
+    options = {"format": format, "shape": tensor.shape, "out_dtype": F32}
+    together = np.asarray(quantized_matmul(x, *tensor.arrays.values(), **options))
+    for rows in (1, 2, 5, 32):
+        some = np.asarray(quantized_matmul(x[-rows:], *tensor.arrays.values(), **options))
+        assert some.tobytes() == together[-rows:].tobytes()
+
+
+def test_a_token_has_the_same_bytes_however_its_prompt_is_cut():
+    rng = np.random.default_rng(2)
+    keys, values = normal(3, 8, 16, 2, 16), normal(4, 8, 16, 2, 16)
+    table, q = rng.permutation(8).astype(np.int32)[None], normal(5, 100, 6, 16)
+    int32 = lambda *numbers: np.array(numbers, np.int32)  # noqa: E731
+    whole = np.asarray(paged_attention(q, keys, values, table, int32(0, 100), int32(100), scale=0.25))
+    for first, last in ((0, 1), (0, 37), (37, 90), (99, 100)):
+        part = paged_attention(q[first:last], keys, values, table, int32(0, last - first), int32(last), scale=0.25)
+        assert np.asarray(part).tobytes() == whole[first:last].tobytes()
+
+
+def test_operands_that_do_not_fit_are_an_error_and_no_crash():
+    keys, table = normal(0, 2, 4, 1, 16), np.array([[7]], np.int32)
+    starts, lens = np.array([0, 1], np.int32), np.array([1], np.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="outside the pool"):
+        jax.block_until_ready(paged_attention(normal(1, 1, 1, 16), keys, keys, table, starts, lens, scale=1.0))
+
+
+@pytest.mark.parametrize(("isa", "threads"), [("avx2", "1"), ("generic", "2")])
+def test_every_instruction_set_and_team(isa, threads):
+    """The same tests in a process that may use less of the machine."""
+    files = [f"tests/pallas_kernels/test_{name}.py" for name in ("matmul", "kv_write", "paged_attention")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-k",
+        "native and (Quantized or Kv or Paged)",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    ]
+    environment = os.environ | {"JAXSERVE_CPU_ISA": isa, "JAXSERVE_CPU_THREADS": threads}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout

@@ -8,12 +8,11 @@ import itertools
 import math
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jaxserve import artifact as artifacts
+from jaxserve._compat import spec_of
 from jaxserve.artifact import ArtifactWriter
 from jaxserve.errors import UserError
 from jaxserve.final_weights import FinalWeights, calibration_text, check_calibration, write_weights
@@ -175,15 +174,16 @@ def _kv_format(passes: Sequence[Pass]) -> str:
     return next(step.kv for step in passes if isinstance(step, InsertPagedKv))
 
 
-def _cache_groups(config: ModelConfig, caches: Mapping[str, jax.ShapeDtypeStruct], form: str) -> tuple[CacheGroup, ...]:
+def _cache_groups(config: ModelConfig, graph: Graph, form: str) -> tuple[CacheGroup, ...]:
     """Layers by window; the i-th attention is layer i in every family there is."""
     groups: dict[int | None, list[int]] = {}
     for layer, window in enumerate(config.windows):
         groups.setdefault(window, []).append(layer)
+    writes = [eqn for eqn in graph.eqns if eqn.primitive.name == "jaxserve.kv_write"]
 
     def per_token(layer: int) -> int:
-        arrays = [spec for path, spec in caches.items() if path.startswith(f"kv/{layer}/")]
-        return sum(math.prod(spec.shape[2:]) * spec.dtype.itemsize for spec in arrays)
+        arrays = [spec_of(cache) for cache in writes[layer].outvars]  # each [L, pages, B, ...]
+        return sum(math.prod(spec.shape[3:]) * spec.dtype.itemsize for spec in arrays)
 
     return tuple(
         CacheGroup(
@@ -204,7 +204,7 @@ def _manifest(
     made: FinalWeights,
     programs: tuple[Program, ...],
 ) -> Manifest:
-    limits, checkpoint, caches = plan.limits, plan.checkpoint, specs_of(result.graph, "cache")
+    limits, checkpoint = plan.limits, plan.checkpoint
     versions = {name: importlib.metadata.version(name) for name in ("jaxserve", "jax", "jaxlib", "flax")}
     return Manifest(
         model=ModelInfo(
@@ -229,9 +229,9 @@ def _manifest(
         passes=tuple(_pass_record(stage) for stage in result.stages),
         calibration=made.calibration,
         params=made.params,
-        caches=array_specs(caches),
+        caches=array_specs(specs_of(result.graph, "cache")),
         state=array_specs(slot_state.state_specs(limits)),
-        cache_groups=_cache_groups(checkpoint.config, caches, _kv_format(plan.passes)),
+        cache_groups=_cache_groups(checkpoint.config, result.graph, _kv_format(plan.passes)),
         programs=programs,
         generation=checkpoint.generation.to_json(),
         sizes=Sizes(checkpoint_bytes=checkpoint.stored_bytes, weight_bytes=made.nbytes),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve._compat import JaxprEqn, Var, spec_of, vars_of
+from jaxserve._compat import Atom, JaxprEqn, Var, spec_of, vars_of
 from jaxserve.errors import UserError
 from jaxserve.pallas_kernels import KV_FORMATS, KvFormat, kv_write, paged_attention
 from jaxserve.pallas_kernels.kv_write.format import cache_layout, halves
@@ -25,10 +25,12 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 class InsertPagedKv(Pass):
     """attention(q, k, v, positions, segments) becomes kv_write into two caches, then paged_attention over them.
 
-    The caches of the i-th attention are the inputs `kv/i/k` and `kv/i/v` [pages, B, K, H] with B = `page`, donated and
-    returned under the same names. With kv = int8, int4 or fp8 those hold codes, and `kv/i/k_scale` and so on
-    [pages, B, K] the other arrays of the `KvFormat`. New arguments: kv_slots [T], block_tables [S, P], query_starts
-    [S+1] and context_lens [S]; `segments` is no longer read and goes.
+    The caches of all layers are the inputs `kv/0/k` and `kv/0/v` [L, pages, B, K, H] with B = `page`, which one layer
+    after the other writes, donated and returned under the same names; layers whose heads differ in number or size have
+    caches `kv/1/k` and so on of their own. Few large arrays: what the host pays for a step goes by the number of arrays
+    it hands over. With kv = int8, int4 or fp8 those hold codes, and `kv/0/k_scale` and so on [L, pages, B, K] the other
+    arrays of the `KvFormat`. New arguments: kv_slots [T], block_tables [S, P], query_starts [S+1] and context_lens [S];
+    `segments` is no longer read and goes.
     """
 
     name: ClassVar[str] = "insert-paged-kv"
@@ -51,43 +53,60 @@ class InsertPagedKv(Pass):
         attentions = [eqn for eqn in graph.eqns if eqn.primitive.name == "jaxserve.attention"]
         if not attentions:
             report.append(NoMatch("graph", "there is no attention op"))
-        for index, eqn in enumerate(attentions):
-            report.append(self._insert(rewriter, index, eqn, context.kv))
+        pools: dict[tuple[int, ...], list[JaxprEqn]] = {}
+        for eqn in attentions:
+            refusal = self._refusal(rewriter.graph, eqn)
+            if refusal is not None:
+                report.append(refusal)
+            else:
+                pools.setdefault(spec_of(eqn.invars[1]).shape[1:], []).append(eqn)
+        for index, (heads, eqns) in enumerate(pools.items()):
+            entries = self._caches(index, context.kv.num_pages, self.page, *heads, len(eqns))
+            caches: list[Atom] = list(map(rewriter.add_input, entries))
+            for layer, eqn in enumerate(eqns):
+                match, caches = self._insert(rewriter, layer, eqn, caches, context.kv)
+                report.append(match)
+            for entry, written in zip(entries, caches, strict=True):
+                rewriter.add_output(Output(entry.path, entry.aval, replaces=entry.path), written)
         return PassResult.of(rewriter, report)
 
-    def _insert(self, rewriter: Rewriter, index: int, eqn: JaxprEqn, kv: KvGeometry) -> Match | NoMatch:
-        q, k, v, *order = eqn.invars
-        for name, entry in zip(ORDER, map(rewriter.graph.input_of, order), strict=True):
+    def _refusal(self, graph: Graph, eqn: JaxprEqn) -> NoMatch | None:
+        """Why an attention cannot go through the cache; UserError if that is for an option."""
+        for name, entry in zip(ORDER, map(graph.input_of, eqn.invars[3:]), strict=True):
             if entry is None or entry.path != name:
                 return NoMatch(where(eqn), f"its {name} are not the step's own, which the paged cache goes by")
-        (tokens, _, _), (_, kv_heads, head_dim) = spec_of(q).shape, spec_of(k).shape
+        head_dim = spec_of(eqn.invars[1]).shape[2]
         if self.format and head_dim % self.format.per_byte:
             raise UserError(
                 f"pass {self.name}: option kv={self.kv} keeps two components of a head in a byte, and the heads of "
                 f"{where(eqn)} have {head_dim}; allowed: f32, bf16, int8, fp8"
             )
-        caches = self._caches(index, kv.num_pages, self.page, kv_heads, head_dim)
-        cache_vars = list(map(rewriter.add_input, caches))
-        arguments = _arguments(rewriter, tokens, kv)
+        return None
+
+    def _insert(
+        self, rewriter: Rewriter, layer: int, eqn: JaxprEqn, caches: list[Atom], kv: KvGeometry
+    ) -> tuple[Match, list[Atom]]:
+        """Puts an attention over `layer` of the caches as the layer before left them; the caches after it."""
+        q, k, v, *_ = eqn.invars
+        arguments = _arguments(rewriter, spec_of(q).shape[0], kv)
         options = {key: eqn.params[key] for key in ("scale", "window", "softcap")}
+        place = {"format": self.format, "layer": layer}
 
         def paged(q: Any, k: Any, v: Any, *operands: Any) -> tuple[Any, ...]:
             *arrays, slots, tables, starts, lens = operands
             keys, values = map(tuple, halves(arrays))
-            keys, values = kv_write(keys, values, k, v, slots, format=self.format)
-            return paged_attention(q, keys, values, tables, starts, lens, format=self.format, **options), *keys, *values
+            keys, values = kv_write(keys, values, k, v, slots, **place)
+            return paged_attention(q, keys, values, tables, starts, lens, **place, **options), *keys, *values
 
-        detail = f"kv/{index} {self.kv} {list(caches[0].aval.shape)}"
+        detail = f"{self.kv} {list(spec_of(caches[0]).shape)}[{layer}]"
         match = Match(where(eqn), tuple(eqn.invars), (eqn,), tuple(eqn.outvars), detail)
-        examples = partial(_batch, self.page, kv, vars_of(eqn.invars), cache_vars, arguments)
-        operands, tolerance = [q, k, v, *cache_vars, *arguments], self._tolerance(spec_of(q).dtype)
+        examples = partial(_batch, self.page, kv, vars_of(eqn.invars), vars_of(caches), arguments)
+        operands, tolerance = [q, k, v, *caches, *arguments], self._tolerance(spec_of(q).dtype)
         written = rewriter.replace(match, paged, operands, examples=examples, tolerance=tolerance)
-        for entry, var in zip(caches, written, strict=True):
-            rewriter.add_output(Output(entry.path, entry.aval, replaces=entry.path), var)
-        return match
+        return match, list(written)
 
     def _caches(self, index: int, *sizes: int) -> list[Input]:
-        """The arrays of the keys of the i-th attention, then those of its values."""
+        """The arrays of the keys of a pool of layers, then those of its values."""
         layout = cache_layout(self.format, DTYPES.get(self.kv), *sizes)
         return [
             Input(f"kv/{index}/{side}{name and '_'}{name}", "cache", spec, axes)

@@ -80,17 +80,25 @@ def _verify_caches(graph: Graph, name: str) -> None:
             )
         index = next(i for i, output in enumerate(graph.outputs) if output.replaces == entry.path)
         var, result = graph.var(entry.path), graph.jaxpr.outvars[index]
-        writers = [user for user in graph.users(var) if any(out.aval == var.aval for out in user.outvars)]
-        if len(writers) != 1 or len(graph.users(var)) != 1 or not _takes_over(writers[0], var, result):
+        written = _next_version(graph, var)
+        while written is not None and written is not result:
+            written = _next_version(graph, var := written)
+        if written is None:
             raise VerifyError(
-                f"after {name}: cache {entry.path} is not written by exactly one op that gives its output"
+                f"after {name}: cache {entry.path} is not written by one chain of ops that gives its output: {var} is "
+                f"read by {', '.join(user.primitive.name for user in graph.users(var)) or 'nothing'}"
             )
 
 
-def _takes_over(writer: JaxprEqn, var: Var, result: Atom) -> bool:
-    """Whether `result` is what the op makes of the cache `var`: such ops take and give their caches in one order."""
-    index = writer.invars.index(var)
-    return index < len(writer.outvars) and writer.outvars[index] is result
+def _next_version(graph: Graph, var: Var) -> Var | None:
+    """What the one op that writes the cache `var` makes of it; None unless there is such an op and it comes after all
+    others that read `var`, so that it can write in place. Such ops take and give their caches in one order."""
+    users = graph.users(var)
+    writers = [user for user in users if any(out.aval == var.aval for out in user.outvars)]
+    if len(writers) != 1 or users[-1] is not writers[0] or graph.is_output(var):
+        return None
+    index = writers[0].invars.index(var)
+    return writers[0].outvars[index] if index < len(writers[0].outvars) else None
 
 
 class NumberCheck:

@@ -195,10 +195,11 @@ def copy_specs() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
 
 
 def copy_pages(caches: Arrays, sources: Int32[Array, " C"], destinations: Int32[Array, " C"]) -> Arrays:
-    """The caches, each [pages, ...], with page destinations[i] set to page sources[i]; jit it with caches donated."""
+    """The caches, each [L, pages, ...], with page destinations[i] of every layer set to page sources[i]; jit it with
+    caches donated."""
 
     def copy(cache: Array) -> Array:
-        pages = jnp.take(cache, sources, axis=0, mode="clip")
-        return cache.at[jnp.where(destinations < 0, cache.shape[0], destinations)].set(pages, mode="drop")
+        pages = jnp.take(cache, sources, axis=1, mode="clip")
+        return cache.at[:, jnp.where(destinations < 0, cache.shape[1], destinations)].set(pages, mode="drop")
 
     return {name: copy(cache) for name, cache in caches.items()}

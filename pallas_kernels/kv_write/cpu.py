@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxserve.pallas_kernels._native import is_available, native_call
 from jaxserve.pallas_kernels._op import Refusal
@@ -13,7 +14,7 @@ from jaxserve.pallas_kernels.kv_write.op import OP
 FLOATS = ("float32", "bfloat16")
 
 
-def kernel(*operands: Any, format: KvFormat | None) -> Callable[..., Any] | Refusal:
+def kernel(*operands: Any, format: KvFormat | None, layer: int | None) -> Callable[..., Any] | Refusal:
     """The native kernel for this call; XLA copies the caches first where they are not donated."""
     if format is not None:
         return Refusal(f"it writes {', '.join(FLOATS)}, not {format}")
@@ -21,7 +22,7 @@ def kernel(*operands: Any, format: KvFormat | None) -> Callable[..., Any] | Refu
     if k_cache.dtype.name not in FLOATS or k.dtype.name not in FLOATS or slots.shape[0] == 0:
         return Refusal(f"rows are {k.dtype.name} and the cache {k_cache.dtype.name}; it knows {', '.join(FLOATS)}")
     results = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache)]
-    return native_call("jaxserve_kv_write", results, aliases={0: 0, 1: 1})
+    return native_call("jaxserve_kv_write", results, aliases={0: 0, 1: 1}, layer=np.int64(layer or 0))
 
 
 if is_available():

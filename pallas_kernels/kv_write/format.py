@@ -15,7 +15,7 @@ NUMBERS = "float16"
 perplexity by 0.014% and 0.005%."""
 
 Cache = Operand | tuple[Operand, ...]
-"""The keys, or the values, of a layer: an array, or the arrays of a `KvFormat` in their order."""
+"""The keys, or the values, of a layer or of several: an array, or the arrays of a `KvFormat` in their order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +63,17 @@ KV_FORMATS = {
 
 
 def cache_layout(
-    format: KvFormat | None, dtype: Any, pages: int, page_size: int, kv_heads: int, head_dim: int
+    format: KvFormat | None, dtype: Any, pages: int, page_size: int, kv_heads: int, head_dim: int, layers: int = 0
 ) -> dict[str, tuple[str, jax.ShapeDtypeStruct]]:
-    """Axes, shape and dtype of the arrays of a cache [pages, B, K, H] by name; `dtype` is for one without a format."""
+    """Axes, shape and dtype of the arrays of a cache [pages, B, K, H] by name; `dtype` is for one without a format.
+
+    With `layers`, of the caches of so many layers in one: [L, pages, B, K, H].
+    """
     arrays = format.arrays if format else {"": ("pages B K H", dtype)}
-    sizes = {"pages": pages, "B": page_size, "K": kv_heads, "H": head_dim, "H/2": head_dim // 2}
+    sizes = {"L": layers, "pages": pages, "B": page_size, "K": kv_heads, "H": head_dim, "H/2": head_dim // 2}
+    stack = "L " if layers else ""
     return {
-        name: (axes, jax.ShapeDtypeStruct(tuple(sizes[letter] for letter in axes.split()), dtype))
+        name: (stack + axes, jax.ShapeDtypeStruct(tuple(sizes[letter] for letter in (stack + axes).split()), dtype))
         for name, (axes, dtype) in arrays.items()
     }
 
@@ -106,16 +110,23 @@ def halves(arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
 
 
-def match_cache(axes: Axes, name: str, arrays: Sequence[Any], format: KvFormat | None, plain: Sequence) -> None:
-    """Checks the arrays of a cache against its format, or its one array against the dtypes `plain`.
+def match_cache(
+    axes: Axes, name: str, arrays: Sequence[Any], format: KvFormat | None, plain: Sequence, layer: int | None
+) -> None:
+    """Checks the arrays of a cache against its format, or its one array against the dtypes `plain`. With a `layer` they
+    are those of several layers.
 
     TypeError names what does not fit.
     """
+    stack = "" if layer is None else "L "
     expected = format.arrays if format else {"": ("pages B K H", "")}
     if len(arrays) != len(expected):
         raise axes.fail(f"{name} has {len(arrays)} arrays, expected {len(expected)} in {format or 'a plain dtype'}")
     for (array, (letters, dtype)), operand in zip(expected.items(), arrays, strict=True):
-        axes.match(f"{name} {array}".rstrip(), operand, letters, (dtype,) if dtype else plain)
+        axes.match(f"{name} {array}".rstrip(), operand, stack + letters, (dtype,) if dtype else plain)
+    layers = arrays[0].shape[0]
+    if layer is not None and not 0 <= layer < layers:
+        raise axes.fail(f"layer must be from 0 to {layers - 1}, got {layer}")
 
 
 def _stored(numbers: Any) -> Any:

@@ -25,7 +25,7 @@ def cases(dtype: Any) -> list[Case]:
                 Case(
                     f"{name} {format}" if format else name,
                     specs=(*cache, *cache, rows, rows, slots),
-                    params={"format": format},
+                    params={"format": format, "layer": None},
                     bytes=size(rows, rows, slots) + written,
                     flops=0,
                     fill=functools.partial(_fill, caches=cache * 2, rows=rows, work=work, slots=pages * PAGE_SIZE),

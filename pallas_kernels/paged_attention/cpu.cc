@@ -5,6 +5,7 @@
 #include "../_native/handler.h"
 #include "../_native/isa.h"
 #include "../_native/team.h"
+#include "../kv_write/pool.h"
 
 namespace jaxserve {
 namespace {
@@ -34,31 +35,36 @@ namespace {
 
 ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> tables,
                            ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> lengths, ffi::Result<ffi::AnyBuffer> o,
-                           float scale, int64_t window, float softcap) {
-  const auto shape = q.dimensions(), pool = k.dimensions();
+                           float scale, int64_t window, float softcap, int64_t layer) {
+  const auto shape = q.dimensions();
+  const Pool pool(k, layer);
   const int64_t seqs = lengths.element_count(), pages_per_seq = seqs ? tables.element_count() / seqs : 0;
-  const bool fits = shape.size() == 3 && pool.size() == 4 && k.element_count() == v.element_count() &&
-                    shape[2] == pool[3] && pool[2] > 0 && shape[1] % pool[2] == 0 &&
+  const bool fits = shape.size() == 3 && pool.fits && k.element_count() == v.element_count() &&
+                    shape[2] == pool.head_dim && pool.heads > 0 && shape[1] % pool.heads == 0 &&
                     static_cast<int64_t>(starts.element_count()) == seqs + 1 && o->element_count() == q.element_count();
   if (!fits) return invalid("paged_attention: the operands do not fit each other");
 
-  const int64_t tokens = shape[0], query_heads = shape[1], head_dim = shape[2], key_heads = pool[2];
+  const int64_t tokens = shape[0], query_heads = shape[1], head_dim = shape[2], key_heads = pool.heads;
   const int64_t heads = query_heads / key_heads, width = (head_dim + 15) / 16 * 16;
-  const Cache keys{k.untyped_data(), k.element_type() == ffi::BF16, pool[1], key_heads, head_dim};
-  const Cache values{v.untyped_data(), v.element_type() == ffi::BF16, pool[1], key_heads, head_dim};
+  const auto cache = [&](const ffi::AnyBuffer& array) {
+    const bool bf16 = array.element_type() == ffi::BF16;
+    const char* const first = static_cast<const char*>(array.untyped_data()) + layer * pool.size() * (bf16 ? 2 : 4);
+    return Cache{first, bf16, pool.page, key_heads, head_dim};
+  };
+  const Cache keys = cache(k), values = cache(v);
   const bool wide = q.element_type() == ffi::F32;
   const int32_t* const start = starts.typed_data();
 
   // No page outside the pool is read, whatever the table says.
   for (int64_t s = 0; s < seqs; ++s) {
     if (start[s + 1] <= start[s]) continue;
-    const int64_t used = (lengths.typed_data()[s] + pool[1] - 1) / pool[1];
+    const int64_t used = (lengths.typed_data()[s] + pool.page - 1) / pool.page;
     const int64_t earliest = lengths.typed_data()[s] - (start[s + 1] - start[s]);
-    const int64_t unread = window > 0 ? std::max<int64_t>(earliest - window + 1, 0) / pool[1] : 0;
+    const int64_t unread = window > 0 ? std::max<int64_t>(earliest - window + 1, 0) / pool.page : 0;
     const int32_t* const table = tables.typed_data() + s * pages_per_seq;
     if (used > pages_per_seq) return invalid("paged_attention: a context is longer than its block table");
     for (int64_t p = unread; p < used; ++p) {
-      if (table[p] < 0 || table[p] >= pool[0]) return invalid("paged_attention: a block table names a page outside the pool");
+      if (table[p] < 0 || table[p] >= pool.pages) return invalid("paged_attention: a block table names a page outside the pool");
     }
   }
 
@@ -111,4 +117,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::paged_attentio
                                   .Ret<jaxserve::ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
-                                  .Attr<float>("softcap"));
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("layer"));

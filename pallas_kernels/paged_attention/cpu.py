@@ -15,7 +15,14 @@ FLOATS = ("float32", "bfloat16")
 
 
 def kernel(
-    q: Any, k: Any, *rest: Any, scale: float, window: int | None, softcap: float | None, format: KvFormat | None
+    q: Any,
+    k: Any,
+    *rest: Any,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    format: KvFormat | None,
+    layer: int | None,
 ) -> Callable[..., jax.Array] | Refusal:
     """The native kernel for this call: one token's heads at a time, so that a token's result depends on no other."""
     if format is not None:
@@ -28,6 +35,7 @@ def kernel(
         scale=np.float32(scale),
         window=np.int64(window or 0),
         softcap=np.float32(softcap or 0.0),
+        layer=np.int64(layer or 0),
     )
 
 

@@ -18,12 +18,13 @@ def shape_rule(
     scale: float,
     window: int | None,
     softcap: float | None,
+    layer: int | None,
 ) -> jax.ShapeDtypeStruct:
     q, *caches, block_tables, query_starts, context_lens = operands
     axes, (k_cache, v_cache) = Axes("paged_attention"), halves(caches)
     axes.match("q", q, "T N H", FLOATS)
-    match_cache(axes, "k_cache", k_cache, format, FLOATS)
-    match_cache(axes, "v_cache", v_cache, format, (caches[0].dtype,))
+    match_cache(axes, "k_cache", k_cache, format, FLOATS, layer)
+    match_cache(axes, "v_cache", v_cache, format, (caches[0].dtype,), layer)
     axes.match("block_tables", block_tables, "S P", INT32)
     axes.match("query_starts", query_starts, "S+1", INT32)
     axes.match("context_lens", context_lens, "S", INT32)
@@ -46,6 +47,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     format: KvFormat | None = None,
+    layer: int | None = None,
 ) -> Float[Array, "T N H"]:
     """Causal softmax attention of a ragged batch of sequences over keys and values in the paged cache.
 
@@ -53,15 +55,16 @@ def paged_attention(
     tokens, so token t sits at position i = context_lens[s] - query_starts[s+1] + t. The key at position j of row s is
     k_cache[block_tables[s, j // B], j % B], values alike; those of the tokens themselves must be written already.
     Without a `format` a cache is one array [pages, B, K, H]; with one it is the tuple of the format's arrays, from
-    which keys and values are computed in float32 (see `KvFormat`), a few pages at a time.
+    which keys and values are computed in float32 (see `KvFormat`), a few pages at a time. With a `layer`, every array
+    holds several layers' caches, [L, pages, B, K, H], and that one's is read.
 
     o[t,n] = sum_j softmax_j(cap(scale * q[t,n] . k[j, n // (N/K)])) v[j, n // (N/K)] over the j with 0 <= i - j
     (< `window` if given); cap(s) is softcap * tanh(s / softcap), or s. Computed in float32, rounded once to q's dtype.
 
     Tokens from query_starts[S] on are padding and give 0. Entries of a block table past the context may hold anything,
     and nothing of a page or slot outside the context reaches a result, not even NaN.
-    Raises TypeError when shapes, dtypes or the number of arrays do not fit, N is no multiple of K, or an option is out
-    of range.
+    Raises TypeError when shapes, dtypes, the number of arrays or the layer do not fit, N is no multiple of K, or an
+    option is out of range.
     """
     return OP(
         q,
@@ -73,4 +76,5 @@ def paged_attention(
         window=None if window is None else int(window),
         softcap=None if softcap is None else float(softcap),
         format=format,
+        layer=layer,
     )

@@ -51,8 +51,18 @@ class _Softmax(NamedTuple):
         return self.mixed / jnp.where(self.total > 0, self.total, 1.0)[..., None]
 
 
-def reference(*operands: Any, scale: float, window: int | None, softcap: float | None, format: KvFormat | None) -> Any:
+def reference(
+    *operands: Any,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    format: KvFormat | None,
+    layer: int | None,
+) -> Any:
     q, *caches, block_tables, query_starts, context_lens = operands
+    if layer is not None:
+        block_tables = block_tables + layer * caches[0].shape[1]
+        caches = [cache.reshape(-1, *cache.shape[2:]) for cache in caches]
     k_cache, v_cache = halves(caches)
     tokens, rows = q.shape[0], block_tables.shape[0]
     options = _Options(scale, window, softcap, format)

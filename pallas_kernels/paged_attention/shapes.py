@@ -41,7 +41,13 @@ def cases(dtype: Any) -> list[Case]:
                 Case(
                     f"{name} {format}" if format else name,
                     specs=(q, *cache, *cache, tables, starts, lengths),
-                    params={"scale": model.head_dim**-0.5, "window": None, "softcap": None, "format": format},
+                    params={
+                        "scale": model.head_dim**-0.5,
+                        "window": None,
+                        "softcap": None,
+                        "format": format,
+                        "layer": None,
+                    },
                     bytes=size(q, *cache, *cache, tables, starts, lengths, q),
                     flops=4 * model.heads * model.head_dim * work.sequences * seen,
                     fill=functools.partial(_fill, q=q, shape=shape, format=format, work=work),

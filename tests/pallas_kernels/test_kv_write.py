@@ -56,6 +56,22 @@ class TestKvWrite:
         found = compute(implementation, kv_write, k_cache, v_cache, k, v, np.array([5], np.int32))
         np.testing.assert_array_equal(found[0][1, 1], k[0].astype(BF16).astype(F32))
 
+    @pytest.mark.parametrize("form", [None, *KV_FORMATS])
+    @pytest.mark.parametrize("layer", [0, 2])
+    def test_one_layer_of_several(self, implementation, form, layer):
+        """The layer is written as it would be alone, the others stay; a slot past the pool reaches no other layer."""
+        slots = np.array([23, -1, 0, PAGES * B, 13], np.int32)
+        k, v = (normal(seed, len(slots), K, H) for seed in (2, 3))
+        layers = [(noise(form, 2 * n), noise(form, 2 * n + 1)) if form else caches(F32) for n in range(3)]
+        stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *layers)
+        format = KV_FORMATS.get(form)
+        found = compute(implementation, kv_write, *stacked, k, v, slots, format=format, layer=layer)
+        alone = compute(implementation, kv_write, *layers[layer], k, v, slots, format=format)
+        for array, before, wanted in zip(found, jax.tree.leaves(stacked), alone, strict=True):
+            expected = before.astype(F32)
+            expected[layer] = wanted
+            np.testing.assert_array_equal(array, expected)
+
     @formats
     @pytest.mark.parametrize("slots", SLOTS, ids=str)
     def test_quantizes_only_the_slots_asked_for(self, implementation, form, slots):

@@ -73,6 +73,20 @@ def unwritten(format, dtype, pages, page_size):
 
 @native_implementations
 class TestPagedAttention:
+    @pytest.mark.parametrize("form", [None, *KV_FORMATS])
+    @pytest.mark.parametrize("counts", [[1, 1, 1], [5, 1, 20]], ids=str)
+    def test_one_layer_of_several(self, implementation, form, counts):
+        """The same bytes as from that layer's caches alone; the others hold NaN or other codes."""
+        made = batch(counts, [20, 33, 40], tokens=30, form=form)
+        q, keys, values, *ragged = made.operands
+        others = jax.tree.map(
+            lambda array: np.full_like(array, np.nan if array.dtype != np.uint8 else 3), (keys, values)
+        )
+        stacked = jax.tree.map(lambda other, array: np.stack([other, array, other]), others, (keys, values))
+        options = {"scale": 0.25, "format": made.format}
+        found = compute(implementation, paged_attention, q, *stacked, *ragged, layer=1, **options)
+        np.testing.assert_array_equal(found, compute(implementation, paged_attention, *made.operands, **options))
+
     @dtypes
     @pytest.mark.parametrize("heads", [2, 4, 6])
     def test_decode(self, implementation, dtype, heads):

@@ -78,7 +78,7 @@ def test_bytes_of_a_sequence_do_not_depend_on_its_chunks(model, kv):
         for start in range(0, len(long), size):
             paged.step((long[start : start + size], start))
         slots = paged.tables[0, np.arange(len(long)) // PAGE], np.arange(len(long)) % PAGE
-        stored.append({path: np.asarray(array)[slots] for path, array in paged.caches.items()})
+        stored.append({path: np.asarray(array)[:, *slots] for path, array in paged.caches.items()})
     for other in stored[1:]:
         for path, array in stored[0].items():
             assert (array != other[path]).mean() < 0.002, path

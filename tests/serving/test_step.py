@@ -173,14 +173,14 @@ def test_score_bucket_gives_the_logprobs_of_targets():
 def test_copied_pages_equal_their_source_and_others_stay():
     """In every array of a cache, whatever its axes and dtype."""
     program = jax.jit(copy_pages, donate_argnums=0)
-    pages = np.arange(40 * 4, dtype=np.int32).reshape(40, 4)
-    arrays = {"k": pages, "v": -pages, "codes": pages[:, :, None].astype(np.uint8), "scale": pages.astype(np.float16)}
+    pages = np.arange(3 * 40 * 4, dtype=np.int32).reshape(3, 40, 4)
+    arrays = {"k": pages, "v": -pages, "codes": pages[..., None].astype(np.uint8), "scale": pages.astype(np.float16)}
     sources, destinations = np.zeros(COPY_PAGES, np.int32), np.full(COPY_PAGES, -1, np.int32)
     sources[:2], destinations[:2] = [3, 39], [10, 0]
     caches = program({name: jax.device_put(array) for name, array in arrays.items()}, sources, destinations)
     for name, array in arrays.items():
         expected = array.copy()
-        expected[10], expected[0] = array[3], array[39]
+        expected[:, 10], expected[:, 0] = array[:, 3], array[:, 39]
         np.testing.assert_array_equal(caches[name], expected)
         assert caches[name].dtype == array.dtype
 

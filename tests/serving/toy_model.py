@@ -29,7 +29,7 @@ def toy_forward(params, caches, args):
         name: cache.reshape(-1).at[index].set(value, mode="drop").reshape(cache.shape) for name, cache in caches.items()
     }
     row = args["segments"][args["logit_rows"]]
-    pages = jnp.take(caches["k"], jnp.take(args["block_tables"], row, axis=0, mode="clip"), axis=0, mode="clip")
+    pages = jnp.take(caches["k"][0], jnp.take(args["block_tables"], row, axis=0, mode="clip"), axis=0, mode="clip")
     values = pages.reshape(len(row), -1)
     seen = jnp.arange(values.shape[1]) <= args["positions"][args["logit_rows"]][:, None]
     checksum = jnp.sum(jnp.where(seen, values, 0), axis=1) % VOCAB
@@ -67,7 +67,7 @@ def memory_of(function, *specs, donate: int | tuple[int, ...] = 0):
 
 
 def cache_specs(limits=LIMITS):
-    pages = jax.ShapeDtypeStruct((limits.num_pages, limits.page_size), np.int32)
+    pages = jax.ShapeDtypeStruct((1, limits.num_pages, limits.page_size), np.int32)
     return {"k": pages, "v": pages}
 
 

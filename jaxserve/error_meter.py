@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor, quantize_rtn
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.pipeline import PipelineResult, Stage
+from jaxserve.passes.stack_layers import unstacked
 from jaxserve.passes.statistics import statistic_path
 from jaxserve.passes.weights import Value, WeightEdit, WeightPlan, dense
 
@@ -58,7 +59,7 @@ class ErrorMeter:
     """
 
     def __init__(self, result: PipelineResult):
-        self._forms = quantized_weights(result.graph)
+        self._forms = quantized_weights(unstacked(result))
         plan = fusion_plan(result.stages)
         self._whole = {part: path for path in self._forms for part in (path, *plan.originals(path))}
         self._parts = {path: set(plan.originals(path)) for path in self._forms}

@@ -19,6 +19,7 @@ from jaxserve.manifest import Manifest, PassRecord
 from jaxserve.pallas_kernels import QuantFormat
 from jaxserve.passes.graph import Graph, Input
 from jaxserve.passes.pipeline import PipelineResult, Stage
+from jaxserve.passes.stack_layers import unstacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +91,10 @@ def render(data: ReportData) -> str:
 
 
 def weight_rows(result: PipelineResult, errors: Mapping[str, OutputError]) -> list[WeightRow]:
-    """A row for every parameter of two and more axes in the final graph, in the order in which they are read; the
-    arrays of a quantized weight make one row."""
+    """A row for every parameter of two and more axes in the final graph, but with layers not stacked, in the order in
+    which they are read; the arrays of a quantized weight make one row."""
     fused, rows = fusion_plan(result.stages), []
-    for path, (reader, entries) in _grouped(result.graph).items():
+    for path, (reader, entries) in _grouped(unstacked(result)).items():
         form: QuantFormat | None = reader.params.get("format")
         shape = entries[0].aval.shape if form is None else tuple(reader.params["shape"])
         if len(shape) < 2:

@@ -13,12 +13,13 @@ from jaxserve.passes.pipeline import Pass, parse_pipeline
 from jaxserve.passes.prune import Prune
 from jaxserve.passes.quantize_matmul import QuantizeMatmul
 from jaxserve.passes.smooth_attention import SmoothAttention
+from jaxserve.passes.stack_layers import StackLayers
 
 PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
         *(Canonicalize, LowerDenseMatmul, Prune, FoldScales, SmoothAttention, FuseQkv, FuseGateUp, QuantizeMatmul),
-        *(NarrowMatmul, InsertPagedKv),
+        *(NarrowMatmul, StackLayers, InsertPagedKv),
     )
 }
 
@@ -57,6 +58,7 @@ class Recipe:
             steps.append(f"quantize-matmul{{{','.join(filter(None, (f"rules='{all_rules}'", self.method)))}}}")
         if activations == "bf16":
             steps.append("narrow-matmul")
+        steps.append("stack-layers")
         steps.append(f"insert-paged-kv{{page={page},kv={kv or self.kv or activations}}}")
         return ",".join(steps)
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.serving.plan import Row, StepPlan, StepResult
 from jaxserve.serving.request import Limits, Sequence
 from jaxserve.serving.state import ADMIT_ROWS, State, neutral_rows, pack_row, penalty_rows
-from jaxserve.serving.step import COPY_PAGES, Arrays, Bucket
+from jaxserve.serving.step import COPY_PAGES, Arrays, Bucket, unpack_rows, unpack_top
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -37,33 +37,25 @@ class CompileCounter:
 class PendingStep:
     """A dispatched step. Holds of its plan only what reading the results needs."""
 
-    def __init__(self, outputs: Arrays, num_entries: int, top_counts: list[int] | None, targets: list[int] | None):
+    def __init__(self, outputs: Arrays, num_entries: int, top_counts: list[int] | None):
         self._outputs = outputs
         self._num_entries = num_entries
         self._top_counts = top_counts
-        self._targets = targets
 
     def wait(self) -> None:
         """Returns when the device has finished the step (without holding the interpreter's lock)."""
-        jax.block_until_ready(self._outputs["finite"])
+        jax.block_until_ready(self._outputs["rows"])
 
     def result(self) -> StepResult:
         """Waits for the step (without holding the interpreter's lock) and reads its results back."""
-        names = ["logprob", "finite"]
-        if self._targets is None:
-            names.append("tokens")
-        if self._top_counts is not None:
-            names += ["top_ids", "top_logprobs"]
-        values = {
-            name: array[: self._num_entries].tolist()
-            for name, array in jax.device_get({name: self._outputs[name] for name in names}).items()
-        }
+        n = self._num_entries
+        tokens, logprob, finite = (each[:n].tolist() for each in unpack_rows(np.asarray(self._outputs["rows"])))
         top = None
         if self._top_counts is not None:
-            rows = zip(self._top_counts, values["top_ids"], values["top_logprobs"], strict=True)
-            top = [list(zip(ids[:n], logprobs[:n], strict=True)) for n, ids, logprobs in rows]
-        tokens = values["tokens"] if self._targets is None else self._targets
-        return StepResult(tokens, values["logprob"], top, values["finite"])
+            ids, logprobs = (each[:n].tolist() for each in unpack_top(np.asarray(self._outputs["top"])))
+            rows = zip(self._top_counts, ids, logprobs, strict=True)
+            top = [list(zip(ids[:count], logprobs[:count], strict=True)) for count, ids, logprobs in rows]
+        return StepResult(tokens, logprob, top, finite)
 
 
 class Runner:
@@ -160,7 +152,7 @@ class Runner:
             return self._dispatch_score(plan.rows[0], bucket, inputs)
         inputs["sample"][: len(plan.rows)] = [row.sample for row in plan.rows]
         wanted = [(row.seq.params.logprobs or 0) if row.sample else 0 for row in plan.rows]
-        return PendingStep(self._run(bucket, inputs), len(plan.rows), wanted if any(wanted) else None, None)
+        return PendingStep(self._run(bucket, inputs), len(plan.rows), wanted if any(wanted) else None)
 
     def bucket_of(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that fits and is loaded; the smallest that fits while none is."""
@@ -178,7 +170,7 @@ class Runner:
         targets = row.seq.tokens[first : first + row.count]
         inputs["targets"][: row.count] = targets
         top = row.seq.params.prompt_logprobs
-        return PendingStep(self._run(bucket, inputs), row.count, [top] * row.count if top else None, targets)
+        return PendingStep(self._run(bucket, inputs), row.count, [top] * row.count if top else None)
 
     def _empty_inputs(self, bucket: Bucket) -> dict[str, np.ndarray]:
         """Inputs without a row. New arrays each time: the step before may not have read its own yet."""

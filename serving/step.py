@@ -7,6 +7,7 @@ can be dispatched before the tokens of the one before it are known.
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxserve.serving.request import Limits
-from jaxserve.serving.sampler import sample, score
+from jaxserve.serving.sampler import Samples, sample, score
 from jaxserve.serving.state import State
 
 Arrays = dict[str, Array]
@@ -126,8 +127,7 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
     """step(params, caches, state, inputs) -> (caches, state, outputs); jit it with caches and state donated.
 
     forward(params, caches, args) -> (caches, logits [R, padded vocab] float32), with args as in forward_specs.
-    outputs of a step bucket: tokens, logprob, finite [S], top_ids, top_logprobs [S, top] (see sampler.Samples).
-    outputs of a score bucket: logprob of the targets, finite [T], top_ids, top_logprobs [T, top].
+    outputs: the samples of the S rows, or the scores of the T targets, as pack_outputs packs them.
     """
 
     def step(params: Arrays, caches: Arrays, state: State, inputs: Arrays) -> tuple[Arrays, State, Arrays]:
@@ -137,7 +137,7 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
         lengths = args["context_lens"]
         state = state | {"length": state["length"].at[slots].add(counts)}
         if bucket.kind == "score":
-            return caches, state, _score_outputs(logits[:, : limits.vocab_size], inputs["targets"], limits)
+            return caches, state, pack_outputs(_scores(logits[:, : limits.vocab_size], inputs["targets"], limits))
         active = inputs["sample"]
         samples = sample(logits, state, slots, lengths, active, limits)
         # Rows that do not sample write back what is there: all padding rows share the scratch slot.
@@ -146,9 +146,29 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
             "last_token": state["last_token"].at[slots].set(last),
             "counts": state["counts"].at[slots, samples.tokens].add(active.astype(jnp.int32)),
         }
-        return caches, state, samples._asdict()
+        return caches, state, pack_outputs(samples)
 
     return step
+
+
+def pack_outputs(samples: Samples) -> Arrays:
+    """The samples of n rows in two int32 arrays, since reading back costs by the array: `rows` [3, n] holds tokens, the
+    bits of logprob, and finite; `top` [2, n, top] holds top_ids and the bits of top_logprobs."""
+    bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+    return {
+        "rows": jnp.stack([samples.tokens, bits(samples.logprob), samples.finite.astype(jnp.int32)]),
+        "top": jnp.stack([samples.top_ids, bits(samples.top_logprobs)]),
+    }
+
+
+def unpack_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """tokens int32, logprob float32 and finite bool, each [n], from `rows` [3, n] of pack_outputs."""
+    return rows[0], rows[1].view(np.float32), rows[2].astype(np.bool_)
+
+
+def unpack_top(top: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """top_ids int32 and top_logprobs float32, both [n, top], from `top` [2, n, top] of pack_outputs."""
+    return top[0], top[1].view(np.float32)
 
 
 def expand_inputs(inputs: Arrays, state: State, bucket: Bucket, limits: Limits) -> Arrays:
@@ -182,10 +202,10 @@ def _kv_slots(tables: Int32[Array, "S P"], row: Array, positions: Array, limits:
     return jnp.where(page < 0, -1, page * limits.page_size + offset)
 
 
-def _score_outputs(logits: Array, targets: Array, limits: Limits) -> Arrays:
+def _scores(logits: Array, targets: Array, limits: Limits) -> Samples:
+    """The targets as if they had been sampled."""
     logprob, ids, top = score(logits, targets, limits.max_logprobs)
-    finite = jnp.all(jnp.isfinite(logits), axis=1)
-    return {"logprob": logprob, "top_ids": ids, "top_logprobs": top, "finite": finite}
+    return Samples(targets, logprob, ids, top, finite=jnp.all(jnp.isfinite(logits), axis=1))
 
 
 def copy_specs() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

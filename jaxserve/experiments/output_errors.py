@@ -20,6 +20,7 @@ from jaxserve.pallas_kernels import QuantizedTensor
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.in_place import edit_weights
 from jaxserve.passes.pipeline import Context, Pass, PassResult
+from jaxserve.passes.stack_layers import StackLayers
 from jaxserve.passes.weights import Value, WeightPlan, dense
 from jaxserve.reporting import Reporter
 from jaxserve.rewritten import Rewritten, rewritten_model
@@ -104,6 +105,7 @@ def output_errors(passes: Sequence[Pass], original: Original, settings: Settings
     def see(path: str, weight: np.ndarray, gram: np.ndarray | None) -> None:
         scales[path] = scaling(original.weights[path], weight)
 
+    passes = [step for step in passes if not isinstance(step, StackLayers)]  # weights are wanted one by one
     place = next((i for i, step in enumerate(passes) if step.name in AFTER_FOLDING), len(passes))
     model = _build([*passes[:place], Probe(see), *passes[place:]], settings)
     errors = {}

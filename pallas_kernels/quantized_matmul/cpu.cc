@@ -29,6 +29,13 @@ struct Weight {
   int64_t row_bytes() const { return inputs * bits / 8; }
   int64_t padded_group() const { return round_up(group, 32); }
   int64_t padded_groups() const { return round_up(groups, 16); }
+  // Points to one layer of a stack [L, O, ...].
+  void take_layer(int64_t layer) {
+    const int64_t field = layer * outputs * groups * (scale_type == Type::kF32 ? 4 : 2);
+    codes += layer * outputs * row_bytes();
+    scale = static_cast<const char*>(scale) + field;
+    if (offset != Offset::kNone) offsets = static_cast<const char*>(offsets) + (offset == Offset::kZero ? layer * outputs * groups : field);
+  }
 };
 
 // Activations [rows, G, padded group] in the order in which the kernel meets its weights, and their sums [rows, padded G].
@@ -86,7 +93,7 @@ Type type_of(ffi::DataType type) {
 }
 
 ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
-                            ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t group, std::string_view offset) {
+                            ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t group, std::string_view offset, int64_t layer) {
   const auto shape = codes.dimensions(), groups = scale.dimensions();
   const int64_t inputs = x.dimensions().back(), outputs = y->dimensions().back();
   Weight w{static_cast<const uint8_t*>(codes.untyped_data()), scale.untyped_data(), nullptr, outputs, inputs, group,
@@ -98,9 +105,13 @@ ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuff
     w.offset = offset == "zero" ? Offset::kZero : Offset::kMinimum;
     if (field->element_count() != scale.element_count()) return invalid("quantized_matmul: offsets and scales differ in shape");
   }
-  const bool fits = shape.size() == 2 && shape[0] == outputs && groups.size() == 2 && groups[0] == outputs && group > 0 &&
-                    shape[1] * 8 == inputs * bits && w.groups == (inputs + group - 1) / group;
+  const std::size_t stacked = shape.size() == 3;
+  const bool fits = shape.size() == 2 + stacked && groups.size() == shape.size() && group > 0 && layer >= 0 &&
+                    layer < (stacked ? std::min(shape[0], groups[0]) : 1) && shape[stacked] == outputs &&
+                    groups[stacked] == outputs && shape.back() * 8 == inputs * bits && w.groups == (inputs + group - 1) / group;
   if (!fits) return invalid("quantized_matmul: the arrays of the weight do not fit x and the result");
+
+  w.take_layer(layer);
 
   const int64_t rows = x.element_count() / inputs, row = w.groups * w.padded_group();
   const bool bf16 = x.element_type() == ffi::BF16 && JAXSERVE_DISPATCH(takes_bf16);
@@ -142,4 +153,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_quantized_matmul, jaxserve::quantized_mat
                                   .Ret<jaxserve::ffi::AnyBuffer>()
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("group")
-                                  .Attr<std::string_view>("offset"));
+                                  .Attr<std::string_view>("offset")
+                                  .Attr<int64_t>("layer"));

@@ -17,7 +17,13 @@ ACTIVATIONS = ("float32", "bfloat16")
 
 
 def kernel(
-    x: Any, *arrays: Any, format: QuantFormat, shape: tuple[int, int], out_dtype: str, activation: str | None
+    x: Any,
+    *arrays: Any,
+    format: QuantFormat,
+    shape: tuple[int, int],
+    out_dtype: str,
+    activation: str | None,
+    layer: int | None,
 ) -> Callable[..., jax.Array] | Refusal:
     """The native kernel for this call, which adds up every row in one order, whatever it is batched with."""
     if x.dtype.name not in ACTIVATIONS or out_dtype not in ACTIVATIONS:
@@ -32,11 +38,13 @@ def kernel(
         bits=np.int64(4 if format.packed else 8),
         group=np.int64(format.group_size(inputs)),
         offset=format.offset,
+        layer=np.int64(layer or 0),
     )
 
     def native(x: jax.Array, *arrays: jax.Array) -> jax.Array:
         if format.ordered:
-            arrays, x = arrays[:-1], x[..., arrays[-1]]
+            order = arrays[-1]
+            arrays, x = arrays[:-1], x[..., order if layer is None else order[layer]]
         return call(x.reshape(rows, inputs), *arrays).reshape(*x.shape[:-1], outputs)
 
     return native

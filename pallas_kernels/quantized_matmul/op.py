@@ -1,5 +1,6 @@
 """quantized_matmul: definition, shape rule, XLA reference."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -76,18 +77,26 @@ def quantize_activation(x: Any, activation: str, scale: Any = None) -> tuple[Any
     return (codes.astype(jnp.float8_e4m3fn) if activation == "e4m3" else jnp.rint(codes).astype(jnp.int8)), scale
 
 
-def match_fields(axes: Axes, arrays: tuple[Any, ...], format: QuantFormat, shape: tuple[int, int]) -> None:
-    """Checks the arrays of a quantized weight against its format; TypeError names the field that does not fit."""
+def match_fields(
+    axes: Axes, arrays: tuple[Any, ...], format: QuantFormat, shape: tuple[int, int], layer: int | None = None
+) -> None:
+    """Checks the arrays of a quantized weight, or with a `layer` of several layers', against the format; TypeError
+    names the field that does not fit."""
     if len(arrays) != len(format.fields):
         raise axes.fail(f"{format} takes the arrays {', '.join(format.fields)}, got {len(arrays)} arrays")
     try:
         specs = format.specs(*shape)
     except ValueError as error:
         raise axes.fail(str(error)) from error
+    stack: tuple[int, ...] = ()
+    if layer is not None:
+        stack = arrays[0].shape[:1]
+        if not 0 <= layer < math.prod(stack):
+            raise axes.fail(f"layer must be from 0 to {math.prod(stack) - 1}, got {layer}")
     for (name, (expected, dtype)), array in zip(specs.items(), arrays, strict=True):
-        if tuple(array.shape) != expected or array.dtype != dtype:
+        if tuple(array.shape) != (*stack, *expected) or array.dtype != dtype:
             raise axes.fail(
-                f"{name} is {array.dtype.name} {list(array.shape)}, expected {dtype.name} {list(expected)} "
+                f"{name} is {array.dtype.name} {list(array.shape)}, expected {dtype.name} {[*stack, *expected]} "
                 f"for a [{shape[0]}, {shape[1]}] weight in {format}"
             )
 
@@ -97,7 +106,13 @@ _BLOCK = 1 << 17
 
 
 def reference(
-    x: Any, *arrays: Any, format: QuantFormat, shape: tuple[int, int], out_dtype: str, activation: str | None
+    x: Any,
+    *arrays: Any,
+    format: QuantFormat,
+    shape: tuple[int, int],
+    out_dtype: str,
+    activation: str | None,
+    layer: int | None,
 ) -> Any:
     """Block after block of outputs, in a loop: written at once, XLA would dequantize every layer's weight ahead of its
     use and hold all of them."""
@@ -105,7 +120,11 @@ def reference(
     rows = min(outputs, max(1, _BLOCK // inputs))
     fields = dict(zip(format.fields, arrays, strict=False))
     if format.ordered:
-        x = x[..., fields.pop("order")]
+        order = fields.pop("order")
+        x = x[..., order if layer is None else order[layer]]
+    first = 0
+    if layer is not None:  # a block is cut out of the stack: taking the layer first would copy it
+        first, fields = layer * outputs, {name: array.reshape(-1, array.shape[-1]) for name, array in fields.items()}
     if activation is None:
         product, scale = partial(_product, x.astype(jnp.float32)), jnp.float32(1)
     else:
@@ -115,7 +134,7 @@ def reference(
 
     def block(index: Any, y: Any) -> Any:
         start = jnp.minimum(index * rows, outputs - rows)  # the last block may compute rows again, to the same numbers
-        part = {name: jax.lax.dynamic_slice_in_dim(array, start, rows) for name, array in fields.items()}
+        part = {name: jax.lax.dynamic_slice_in_dim(array, first + start, rows) for name, array in fields.items()}
         found = product(part, format, inputs) * scale
         return jax.lax.dynamic_update_slice_in_dim(y, found.astype(out_dtype), start, axis=y.ndim - 1)
 
@@ -139,7 +158,13 @@ def _whole_product(x: Any, fields: dict[str, Any], format: QuantFormat, inputs: 
 
 
 def shape_rule(
-    x: Any, *arrays: Any, format: QuantFormat, shape: tuple[int, int], out_dtype: str, activation: str | None
+    x: Any,
+    *arrays: Any,
+    format: QuantFormat,
+    shape: tuple[int, int],
+    out_dtype: str,
+    activation: str | None,
+    layer: int | None,
 ) -> jax.ShapeDtypeStruct:
     axes = Axes("quantized_matmul")
     if activation not in ACTIVATIONS:
@@ -151,7 +176,7 @@ def shape_rule(
         if arrays[-1].shape or arrays[-1].dtype != jnp.float32:
             raise axes.fail(f"the scale of x is {arrays[-1].dtype.name} {list(arrays[-1].shape)}, expected float32 []")
         arrays = arrays[:-1]
-    match_fields(axes, arrays, format, shape)
+    match_fields(axes, arrays, format, shape, layer)
     axes.check_float("out_dtype", out_dtype)
     return spec_like(x, shape=(*x.shape[:-1], shape[0]), dtype=jnp.dtype(out_dtype))
 
@@ -166,11 +191,13 @@ def quantized_matmul(
     shape: tuple[int, int],
     out_dtype: DTypeLike | None = None,
     activation: str | None = None,
+    layer: int | None = None,
 ) -> Float[Array, "*rows O"]:
     """y[..., o] = sum_i x[..., i] w[o, i] with w given by `arrays`, the fields of `format` in their order.
 
     w is computed in float32 (see `QuantFormat`) and not rounded; the product is accumulated in float32 and rounded once
-    to `out_dtype` (x's dtype if None). `shape` is (O, I).
+    to `out_dtype` (x's dtype if None). `shape` is (O, I). With a `layer`, every array holds that of several layers,
+    [L, ...], and w is that one's.
 
     With an `activation`, y = s sum_i q[..., i] w[o, i] where q stands for x / s, in float32:
 
@@ -181,7 +208,7 @@ def quantized_matmul(
     Of int8 activations and a weight in a whole format (`QuantFormat.whole`), the sum is exact, in int32: integers are
     multiplied, and then y = total * scale * s (LLM.int8, arXiv:2208.07339; QServe, arXiv:2405.04532).
 
-    Raises TypeError when an array does not fit.
+    Raises TypeError when an array or the layer does not fit.
     """
     out, size = jnp.dtype(out_dtype or x.dtype).name, (int(shape[0]), int(shape[1]))
-    return OP(x, *arrays, format=format, shape=size, out_dtype=out, activation=activation)
+    return OP(x, *arrays, format=format, shape=size, out_dtype=out, activation=activation, layer=layer)

@@ -55,6 +55,7 @@ def cases(dtype: Any) -> list[Case]:
                             "shape": (outputs, inputs),
                             "out_dtype": np.dtype(dtype).name,
                             "activation": activation,
+                            "layer": None,
                         },
                         bytes=size(x, *fields, spec(dtype, work.step_tokens, outputs)),
                         flops=2 * work.step_tokens * outputs * inputs,

@@ -51,6 +51,31 @@ def weight(format, outputs=24, inputs=80):
     return tensor, oracles.dequantize(tensor.codes(), tensor.arrays, format.offset, group)
 
 
+@native_implementations
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("activation", [None, "int8"])
+def test_one_layer_of_several(implementation, format, activation):
+    """The same bytes as from that layer's arrays alone; the others hold nothing of use."""
+    tensor, _ = weight(format)
+    arrays = [tensor.arrays[field] for field in format.fields]
+    others = [
+        array if name == "order" else np.full_like(array, 1) for name, array in zip(format.fields, arrays, strict=True)
+    ]
+    stacked = [np.stack([other, array, other]) for other, array in zip(others, arrays, strict=True)]
+    x, options = normal(3, 5, 80), {"format": format, "shape": (24, 80), "activation": activation}
+    found = compute(implementation, quantized_matmul, x, *stacked, layer=1, **options)
+    np.testing.assert_array_equal(found, compute(implementation, quantized_matmul, x, *arrays, **options))
+
+
+def test_a_layer_that_is_not_there():
+    tensor, _ = weight(FORMATS[0])
+    stacked = [array[None] for array in tensor.arrays.values()]
+    with pytest.raises(TypeError, match="layer must be from 0 to 0, got 1"):
+        quantized_matmul(normal(3, 5, 80), *stacked, format=FORMATS[0], shape=(24, 80), layer=1)
+    with pytest.raises(TypeError, match=r"codes is uint8 \[1, 24, 40\], expected uint8 \[24, 40\]"):
+        quantized_matmul(normal(3, 5, 80), *stacked, format=FORMATS[0], shape=(24, 80))
+
+
 @implementations
 class TestDenseMatmul:
     @dtypes

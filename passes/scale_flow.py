@@ -142,13 +142,13 @@ def spread(graph: Graph, root: Root, labels: Labels) -> Spread | str:
             region.add(id(user))
             index = user.invars.index(var)
             if sum(atom in known for atom in vars_of(user.invars)) > 1:
-                return _stopped(user, "which combines two scaled activations")
+                return _blocked(root, _stopped(user, "which combines two scaled activations"))
             if _is_leaf(user, index):
                 leaves.append(Leaf(user, index, known[var]))
                 continue
             after = carried(graph, user, index, known[var])
             if isinstance(after, str):
-                return f"the result of {where(root.eqn)} also goes through {after}"
+                return _blocked(root, after)
             (result,) = user.outvars
             if (after < 0).all():
                 rest.append(result)
@@ -164,6 +164,10 @@ def spread(graph: Graph, root: Root, labels: Labels) -> Spread | str:
     eqns = tuple(eqn for eqn in graph.eqns if id(eqn) in region)
     leaves.sort(key=lambda leaf: eqns.index(leaf.eqn))
     return Spread(root, labels, tuple(leaves), tuple(biases), eqns, frozenset(known), tuple(rest))
+
+
+def _blocked(root: Root, reason: str) -> str:
+    return f"the result of {where(root.eqn)} also goes through {reason}"
 
 
 def _is_leaf(eqn: JaxprEqn, index: int) -> bool:

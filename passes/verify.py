@@ -195,7 +195,7 @@ def _input_scale(before: Graph, replaced: Replaced, values: Values) -> np.ndarra
     return np.asarray(statistics.compute("absmax", values[x]).max() / 127, np.float32)
 
 
-def relative_error(have: jax.Array, want: jax.Array) -> float:
+def relative_error(have: jax.Array | np.ndarray, want: jax.Array | np.ndarray) -> float:
     """||have - want|| / ||want|| in float64; inf when either is not finite."""
     a, b = np.asarray(have, np.float64), np.asarray(want, np.float64)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):

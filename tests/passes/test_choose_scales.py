@@ -6,8 +6,9 @@ import pytest
 from jaxserve.errors import UserError
 from jaxserve.pallas_kernels import QuantFormat, quantize_rtn
 from jaxserve.passes import statistics
-from jaxserve.passes.choose_scales import ROWS, STEPS, Chooser, Reader, expected_peak
+from jaxserve.passes.choose_scales import ROWS, STEPS, Chooser, Method, Reader, expected_peak
 from jaxserve.passes.rules import Scheme, parse_scheme
+from jaxserve.passes.statistics import StatisticKind
 
 INT4 = QuantFormat(4, None, "none", "float32")
 
@@ -15,12 +16,13 @@ INT4 = QuantFormat(4, None, "none", "float32")
 def reader(x, weight, labels=None, path="w") -> Reader:
     """A matmul with weight [O, I] that reads x [T, I]."""
     x, weight = np.asarray(x, np.float32), np.asarray(weight, np.float32)
-    found = {kind: statistics.compute(kind, x) for kind in ("absmax", "absmean", "gram")}
+    kinds: tuple[StatisticKind, ...] = ("absmax", "absmean", "gram")
+    found: dict[StatisticKind, np.ndarray] = {kind: statistics.compute(kind, x) for kind in kinds}
     return Reader(path, weight, np.arange(x.shape[1]) if labels is None else np.asarray(labels), found)
 
 
 def choose(
-    method: str, alpha: float | None, *readers: Reader, channels: int = 0, scheme: str = "w4a16:g32"
+    method: Method, alpha: float | None, *readers: Reader, channels: int = 0, scheme: str = "w4a16:g32"
 ) -> np.ndarray:
     return Chooser(method, alpha, parse_scheme(scheme))(readers, channels or readers[0].weight.shape[1])
 
@@ -91,6 +93,7 @@ def outliers() -> Reader:
 
 def actual_error(one: Reader, x: np.ndarray, scales: np.ndarray, scheme: Scheme) -> float:
     """Mean squared error of quantized outputs, by doing it."""
+    assert scheme.format is not None
     weight = quantize_rtn(one.weight * scales, scheme.format).dequantize()
     y, scaled = x @ one.weight.T, x / scales
     if scheme.activation:

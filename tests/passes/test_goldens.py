@@ -14,6 +14,7 @@ import pytest
 from jaxserve.lowering import trace_model
 from jaxserve.pallas_kernels import QuantFormat, RopeSpec, attention, dense_matmul, quantized_matmul, rms_norm, rope
 from jaxserve.passes.graph import Graph
+from tests.passes import scale_cases
 from tests.passes.helpers import (
     assert_same_results,
     check_golden,
@@ -248,6 +249,11 @@ def attention_by_other_positions() -> Graph:
     return make_graph(function, {}, STEP)
 
 
+FOLD = "fold-scales{method=awq,scheme=w4a16}"
+FOLD_ALL = "fold-scales{targets=kernel}"
+two_layers = model(layers=2, heads=4, kv_heads=2, head_dim=8, width=32)
+
+
 CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("canonicalize_flax_dense", "canonicalize", "canonicalize", flax_dense),
     ("canonicalize_transposes", "canonicalize", "canonicalize", written_with_transposes),
@@ -258,6 +264,17 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("prune_wanda", "prune", f"{DENSE},prune", model()),
     ("prune_magnitude", "prune", f"{DENSE},prune{{method=magnitude,pattern=2:4,targets=mlp}}", model(tied=True)),
     ("prune_negative", "prune", "prune{method=magnitude,pattern=2:4,targets=kernel}", odd_readers),
+    ("fold_scales_before", "lower-dense-matmul", DENSE, two_layers),
+    ("fold_scales", "fold-scales", f"{DENSE},{FOLD}", two_layers),
+    ("fold_scales_residual_negative", "fold-scales", FOLD_ALL, scale_cases.norm_with_other_readers),
+    ("fold_scales_tied_negative", "fold-scales", FOLD_ALL, scale_cases.shared_parameters),
+    ("fold_scales_unequal_groups_negative", "fold-scales", FOLD_ALL, scale_cases.unequal_groups),
+    ("fold_scales_no_absorber_negative", "fold-scales", FOLD_ALL, scale_cases.no_absorber),
+    ("fold_scales_quantized_negative", "fold-scales", FOLD_ALL, scale_cases.quantized_already),
+    ("smooth_attention", "smooth-attention", f"{DENSE},smooth-attention", two_layers),
+    ("smooth_attention_norms", "smooth-attention", f"{DENSE},smooth-attention", model(qkv_bias=True, qk_norm=True)),
+    ("smooth_attention_negative", "smooth-attention", "smooth-attention", scale_cases.attentions_that_share),
+    ("smooth_attention_unequal_groups_negative", "smooth-attention", "smooth-attention", scale_cases.unequal_groups),
     ("fuse_qkv_bias_norm", "fuse-qkv", f"{DENSE},fuse-qkv", model(qkv_bias=True, qk_norm=True)),
     ("fuse_qkv_shared", "fuse-qkv", "fuse-qkv", layers_that_share_projections),
     ("fuse_qkv_negative", "fuse-qkv", "fuse-qkv", projections_that_do_not_stack),

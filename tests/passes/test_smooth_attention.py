@@ -1,6 +1,7 @@
 """smooth-attention: keys and queries keep their products, through rotary pairs, groups and head norms."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.passes.helpers import make_graph, pipeline, random_values, report_of,
 DENSE = "canonicalize,lower-dense-matmul"
 ATTN = "layers_0/self_attn"
 Q, K = f"{ATTN}/q_proj/kernel", f"{ATTN}/k_proj/kernel"
-GROUPED = {"heads": 4, "kv_heads": 2, "head_dim": 8, "width": 32}
+GROUPED: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "width": 32}
 
 
 def smoothed(graph: Graph, text: str) -> tuple[dict, dict, np.ndarray]:
@@ -123,9 +124,9 @@ def test_the_model_stays_the_same(order, norms, bias):
     [
         "the result of k is also read by attention at attn",  # twice: for both attentions that share these keys
         "its keys: its input comes through tanh at ",
-        "attention at attn, which combines two scaled activations",
+        "the result of v also goes through attention at attn, which combines two scaled activations",
         "its queries: its input is made of x, which takes no scale",
-        "the result of k2 also goes through attention at attn, which does not commute with a scale",
+        "the result of k2 also goes through attention at attn, which combines two scaled activations",
     ],
 )
 def test_reasons(reason):

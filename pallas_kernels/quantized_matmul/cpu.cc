@@ -3,6 +3,7 @@
 //
 // The codes are never scaled one by one: they are exact in the type that x has, and what they sum to is scaled once a group.
 #include <algorithm>
+#include <cmath>
 
 #include "../_native/handler.h"
 #include "../_native/isa.h"
@@ -13,6 +14,8 @@ namespace {
 
 enum class Offset { kNone, kZero, kMinimum };
 enum class Type { kF32, kF16, kBF16, kU8 };
+
+constexpr int size_of(Type type) { return type == Type::kU8 ? 1 : type == Type::kF32 ? 4 : 2; }
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -28,15 +31,24 @@ struct Weight {
 
   int64_t row_bytes() const { return inputs * bits / 8; }
   int64_t padded_group() const { return round_up(group, 32); }
-  int64_t padded_groups() const { return round_up(groups, 16); }
+  int64_t column() const { return 32 / bits; }  // inputs in four bytes of codes
+  int64_t columns() const { return (inputs + column() - 1) / column(); }
 };
 
-// Activations [rows, G, padded group] in the order in which the kernel meets its weights, and their sums [rows, padded G].
+// How activations are laid out: float32 to meet one output at a time (kernel.inc), or to meet sixteen of them (panel.inc),
+// as bf16 or as whole numbers of kLimbs bytes.
+enum class Kind { kRows, kBf16, kLimbs };
+constexpr int kLimbs = 3;
+
+// Activations in a layout, and for every row and group of inputs: the sum of x; and of limbs, the size of a unit and where
+// their sums begin.
 struct Activations {
-  int64_t rows;
-  bool bf16;
+  int64_t rows, padded_groups;
+  Kind kind;
   void* x;
-  float* sums;
+  float* sums;      // [rows, padded groups]
+  float* unit;      // [rows, G]
+  int32_t* raised;  // [rows, G, limbs]
 };
 
 }  // namespace
@@ -47,39 +59,6 @@ struct Activations {
 
 namespace jaxserve {
 namespace {
-
-float float_at(const ffi::AnyBuffer& x, int64_t index) {
-  return x.element_type() == ffi::F32 ? static_cast<const float*>(x.untyped_data())[index]
-                                      : bf16_to_float(static_cast<const uint16_t*>(x.untyped_data())[index]);
-}
-
-// Row `row` of x as the kernel wants it.
-void lay_out(const Weight& w, const ffi::AnyBuffer& x, int64_t row, const Activations& a) {
-  const int64_t padded = w.padded_group();
-  float* sums = a.sums + row * w.padded_groups();
-  std::fill(sums, sums + w.padded_groups(), 0.0f);
-  for (int64_t g = 0; g < w.groups; ++g) {
-    const int64_t first = g * w.group, size = std::min(w.group, w.inputs - first), at = (row * w.groups + g) * padded;
-    float total = 0;
-    if (a.bf16) {
-      const uint16_t* from = static_cast<const uint16_t*>(x.untyped_data()) + row * w.inputs + first;
-      uint16_t* to = static_cast<uint16_t*>(a.x) + at;
-      std::copy(from, from + size, to);
-      std::fill(to + size, to + padded, uint16_t{0});
-      for (int64_t i = 0; i < size; ++i) total += bf16_to_float(from[i]);
-    } else {
-      float* to = static_cast<float*>(a.x) + at;
-      std::fill(to, to + padded, 0.0f);
-      for (int64_t i = 0; i < size; ++i) {
-        const int64_t within = i % 32, place = w.bits == 4 ? within / 2 + within % 2 * 16 : within;
-        const float value = float_at(x, row * w.inputs + first + i);
-        to[i - within + place] = value;
-        total += value;
-      }
-    }
-    sums[g] = total;
-  }
-}
 
 Type type_of(ffi::DataType type) {
   return type == ffi::F16 ? Type::kF16 : type == ffi::BF16 ? Type::kBF16 : Type::kF32;
@@ -102,26 +81,32 @@ ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuff
                     shape[1] * 8 == inputs * bits && w.groups == (inputs + group - 1) / group;
   if (!fits) return invalid("quantized_matmul: the arrays of the weight do not fit x and the result");
 
-  const int64_t rows = x.element_count() / inputs, row = w.groups * w.padded_group();
-  const bool bf16 = x.element_type() == ffi::BF16 && JAXSERVE_DISPATCH(takes_bf16);
-  // Scratch: x, its sums, and the result in float32 if it is to be rounded. float32's size does for both kinds of x.
-  const bool direct = y->element_type() == ffi::F32;
-  const int64_t floats = rows * (row + w.padded_groups()) + (direct ? 0 : rows * outputs);
-  float* memory = static_cast<float*>(Team::scratch(floats * sizeof(float), 0));
-  const Activations a{rows, bf16, memory, memory + rows * row};
-  float* result = direct ? static_cast<float*>(y->untyped_data()) : a.sums + rows * w.padded_groups();
-
+  const int64_t rows = x.element_count() / inputs, padded_groups = round_up(w.groups, 16);
+  const bool is_bf16 = x.element_type() == ffi::BF16, direct = y->element_type() == ffi::F32;
+  const Kind kind = JAXSERVE_DISPATCH(kind_of, w, is_bf16);
+  // Scratch: x, a row of it in float32 for each thread, what belongs to its groups, and the result if it is to be rounded.
   Team& team = Team::get();
+  const int64_t x_floats = rows * std::max(w.groups * w.padded_group(), w.columns() * w.column());
+  const int64_t floats = x_floats + team.size() * inputs + rows * (padded_groups + (kLimbs + 1) * w.groups) + (direct ? 0 : rows * outputs);
+  float* const memory = static_cast<float*>(Team::scratch(floats * sizeof(float), 0));
+  float* const wide = memory + x_floats;
+  float* const sums = wide + team.size() * inputs;
+  float* const unit = sums + rows * padded_groups;
+  float* const raised = unit + rows * w.groups;
+  const Activations a{rows, padded_groups, kind, memory, sums, unit, reinterpret_cast<int32_t*>(raised)};
+  float* const result = direct ? static_cast<float*>(y->untyped_data()) : raised + rows * kLimbs * w.groups;
+
+  auto lay_out = [&](int64_t row, int thread) {
+    JAXSERVE_DISPATCH(lay_out, w, x.untyped_data(), is_bf16, row, a, wide + thread * inputs);
+  };
   if (rows < 4) {
-    for (int64_t r = 0; r < rows; ++r) lay_out(w, x, r, a);
+    for (int64_t row = 0; row < rows; ++row) lay_out(row, 0);
   } else {
-    team.each(rows, [&](int64_t r, int) { lay_out(w, x, r, a); });
+    team.each(rows, lay_out);
   }
-  // Items small enough to share out evenly, large enough that taking one costs nothing.
-  const int64_t step = std::clamp<int64_t>(outputs / (8 * team.size()), 8, 64), items = (outputs + step - 1) / step;
-  team.each(items, [&](int64_t item, int) {
-    const int64_t first = item * step, last = std::min(first + step, outputs);
-    JAXSERVE_DISPATCH(outputs, w, a, first, last, result);
+  // Whole panels, several at a time.
+  team.ranges((outputs + 15) / 16, 8, [&](int64_t first, int64_t last, int) {
+    JAXSERVE_DISPATCH(outputs, w, a, 16 * first, std::min(16 * last, outputs), result);
   });
   if (!direct) {
     uint16_t* to = static_cast<uint16_t*>(y->untyped_data());

@@ -2,6 +2,9 @@
 // runs over the inputs of group g, and offset is the minimum, or -scale * zero, or nothing.
 //
 // The codes are never scaled one by one: they are exact in the type that x has, and what they sum to is scaled once a group.
+//
+// Of int8 activations: y[t, o] = unit[t] * channel[o] * sum_g factor[o, g] * sum_i x[t, i] (q[o, i] - zero[o, g]), in int32 up
+// to the two scales, where factor is a second level of scales, or 1.
 #include <algorithm>
 #include <cmath>
 
@@ -28,6 +31,8 @@ struct Weight {
   int bits;
   Offset offset;
   Type scale_type;
+  const void* channel;  // [O] of channel_type where activations are int8
+  Type channel_type;
 
   int64_t row_bytes() const { return inputs * bits / 8; }
   int64_t padded_group() const { return round_up(group, 32); }
@@ -36,12 +41,12 @@ struct Weight {
 };
 
 // How activations are laid out: float32 to meet one output at a time (kernel.inc), or to meet sixteen of them (panel.inc),
-// as bf16 or as whole numbers of kLimbs bytes.
-enum class Kind { kRows, kBf16, kLimbs };
+// as bf16 or as whole numbers of kLimbs bytes. The same of int8: to meet one output, or sixteen.
+enum class Kind { kRows, kBf16, kLimbs, kByteRows, kBytes };
 constexpr int kLimbs = 3;
 
 // Activations in a layout, and for every row and group of inputs: the sum of x; and of limbs, the size of a unit and where
-// their sums begin.
+// their sums begin. Of int8: the unit of group 0, and where sums begin, or the sum of x where the weight has zero points.
 struct Activations {
   int64_t rows, padded_groups;
   Kind kind;
@@ -65,17 +70,37 @@ Type type_of(ffi::DataType type) {
 }
 
 ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
-                            ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t group, std::string_view offset) {
+                            ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t group, std::string_view offset, std::string_view activation,
+                            bool level2) {
   const auto shape = codes.dimensions(), groups = scale.dimensions();
   const int64_t inputs = x.dimensions().back(), outputs = y->dimensions().back();
   Weight w{static_cast<const uint8_t*>(codes.untyped_data()), scale.untyped_data(), nullptr, outputs, inputs, group,
-           groups.back(), static_cast<int>(bits), Offset::kNone, type_of(scale.element_type())};
+           groups.back(), static_cast<int>(bits), Offset::kNone, type_of(scale.element_type()), nullptr, Type::kF32};
+  std::size_t next = 0;
   if (offset != "none") {
-    auto field = rest.get<ffi::AnyBuffer>(0);
+    auto field = rest.get<ffi::AnyBuffer>(next++);
     if (!field) return invalid("quantized_matmul: the array of offsets is missing");
     w.offsets = field->untyped_data();
     w.offset = offset == "zero" ? Offset::kZero : Offset::kMinimum;
     if (field->element_count() != scale.element_count()) return invalid("quantized_matmul: offsets and scales differ in shape");
+  }
+  const float* static_unit = nullptr;
+  if (level2) {
+    auto field = rest.get<ffi::AnyBuffer>(next++);
+    if (!field || static_cast<int64_t>(field->element_count()) != outputs) return invalid("quantized_matmul: no scale an output");
+    w.channel = field->untyped_data();
+    w.channel_type = type_of(field->element_type());
+    w.scale_type = Type::kU8;
+  } else if (!activation.empty()) {
+    if (w.groups != 1) return invalid("quantized_matmul: int8 activations take one scale an output");
+    w.channel = w.scale;
+    w.channel_type = w.scale_type;
+    w.scale = nullptr;
+  }
+  if (activation == "int8-static") {
+    auto field = rest.get<ffi::Buffer<ffi::F32>>(next++);
+    if (!field || field->element_count() != 1) return invalid("quantized_matmul: the scale of the activations is missing");
+    static_unit = field->typed_data();
   }
   const bool fits = shape.size() == 2 && shape[0] == outputs && groups.size() == 2 && groups[0] == outputs && group > 0 &&
                     shape[1] * 8 == inputs * bits && w.groups == (inputs + group - 1) / group;
@@ -97,7 +122,7 @@ ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuff
   float* const result = direct ? static_cast<float*>(y->untyped_data()) : raised + rows * kLimbs * w.groups;
 
   auto lay_out = [&](int64_t row, int thread) {
-    JAXSERVE_DISPATCH(lay_out, w, x.untyped_data(), is_bf16, row, a, wide + thread * inputs);
+    JAXSERVE_DISPATCH(lay_out, w, x.untyped_data(), is_bf16, static_unit, row, a, wide + thread * inputs);
   };
   if (rows < 4) {
     for (int64_t row = 0; row < rows; ++row) lay_out(row, 0);
@@ -127,4 +152,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_quantized_matmul, jaxserve::quantized_mat
                                   .Ret<jaxserve::ffi::AnyBuffer>()
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("group")
-                                  .Attr<std::string_view>("offset"));
+                                  .Attr<std::string_view>("offset")
+                                  .Attr<std::string_view>("activation")
+                                  .Attr<bool>("level2"));

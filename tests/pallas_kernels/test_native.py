@@ -21,16 +21,21 @@ FORMATS = (
     QuantFormat(8, None, "minimum", "float32"),
     QuantFormat(8, 12, "zero", "float16"),
 )
+CALLS = (
+    *((format, None) for format in FORMATS),
+    (QuantFormat(8, None, "none", "float32"), "int8"),
+    (QuantFormat(4, 32, "zero", "float32", level2="channel"), "int8"),
+)
 
 pytestmark = pytest.mark.skipif(not is_available(), reason=describe())
 
 
 @dtypes
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_a_row_has_the_same_bytes_alone_and_among_others(format, dtype):
+@pytest.mark.parametrize(("format", "activation"), CALLS, ids=str)
+def test_a_row_has_the_same_bytes_alone_and_among_others(format, activation, dtype):
     tensor = quantize_rtn(normal(0, 200, 172), format)
     x = normal(1, 67, 172, dtype=dtype)
-    options = {"format": format, "shape": tensor.shape, "out_dtype": F32}
+    options = {"format": format, "shape": tensor.shape, "out_dtype": F32, "activation": activation}
     together = np.asarray(quantized_matmul(x, *tensor.arrays.values(), **options))
     for rows in (1, 2, 5, 15, 32):
         some = np.asarray(quantized_matmul(x[-rows:], *tensor.arrays.values(), **options))

@@ -6,14 +6,14 @@
 #if defined(__x86_64__)
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,f16c,fma")
-#define JAXSERVE_BF16_DOT 1
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx512vnni,f16c,fma")
+#define JAXSERVE_PANELS 1
 namespace jaxserve::avx512 {
 namespace {
 #include JAXSERVE_KERNEL
 }  // namespace
 }  // namespace jaxserve::avx512
-#undef JAXSERVE_BF16_DOT
+#undef JAXSERVE_PANELS
 #pragma GCC pop_options
 
 #pragma GCC push_options

@@ -12,7 +12,8 @@ Isa detect() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+                      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
+                      __builtin_cpu_supports("avx512vnni");
   const Isa best = avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kGeneric;
 #else
   const Isa best = Isa::kGeneric;

@@ -55,21 +55,21 @@ void* Team::scratch(std::size_t bytes, int use) {
   return buffer.data;
 }
 
-Team::Team(int size) : size_(size) {
+Team::Team(int size) : size_(size), shares_(new Share[size]) {
   for (int thread = 1; thread < size; ++thread) std::thread(&Team::work, this, thread).detach();
 }
 
-void Team::run(int64_t items, Function function, void* self) {
+void Team::run(int64_t items, int64_t grain, Function function, void* self) {
   if (items <= 0) return;
-  if (items == 1 || size_ == 1) {
-    for (int64_t item = 0; item < items; ++item) function(self, item, 0);
-    return;
-  }
+  if (items == 1 || size_ == 1) return function(self, 0, items, 0);
   std::lock_guard<std::mutex> lock(busy_);
   function_ = function;
   self_ = self;
-  items_ = items;
-  next_.store(0, std::memory_order_relaxed);
+  grain_ = grain;
+  for (int64_t thread = 0; thread < size_; ++thread) {
+    const uint64_t first = items * thread / size_, end = items * (thread + 1) / size_;
+    shares_[thread].left.store(end << 32 | first, std::memory_order_relaxed);
+  }
   running_.store(size_ - 1, std::memory_order_relaxed);
   epoch_.fetch_add(1, std::memory_order_seq_cst);
   if (asleep_.load(std::memory_order_seq_cst) > 0) {
@@ -83,8 +83,21 @@ void Team::run(int64_t items, Function function, void* self) {
   }
 }
 
+// A thread's own items from the first on, then those of others from the last on.
 void Team::take_items(int thread) {
-  for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items_;) function_(self_, item, thread);
+  for (int step = 0; step < size_; ++step) {
+    std::atomic<uint64_t>& share = shares_[(thread + step) % size_].left;
+    uint64_t left = share.load(std::memory_order_relaxed);
+    for (;;) {
+      const int64_t first = left & 0xffffffff, end = left >> 32, count = std::min(grain_, end - first);
+      if (count <= 0) break;
+      const bool own = step == 0;
+      const uint64_t rest = own ? left + count : left - (uint64_t(count) << 32);
+      if (!share.compare_exchange_weak(left, rest, std::memory_order_relaxed)) continue;
+      own ? function_(self_, first, first + count, thread) : function_(self_, end - count, end, thread);
+      left = share.load(std::memory_order_relaxed);
+    }
+  }
 }
 
 void Team::work(int thread) {

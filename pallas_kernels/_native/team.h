@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <type_traits>
 #include <utility>
@@ -23,8 +24,19 @@ class Team {
   // thread takes an item is left to chance, so a result may not depend on it.
   template <typename Body>
   void each(int64_t items, Body&& body) {
+    ranges(items, 1, [&](int64_t first, int64_t last, int thread) {
+      for (int64_t item = first; item < last; ++item) body(item, thread);
+    });
+  }
+
+  // The same for ranges of at most `grain` items: body(first, last, thread). A thread is given neighbouring items as long
+  // as it keeps up with the others, so that it may ask for the memory of the next ones early.
+  template <typename Body>
+  void ranges(int64_t items, int64_t grain, Body&& body) {
     using Plain = std::remove_reference_t<Body>;
-    run(items, [](void* self, int64_t item, int thread) { (*static_cast<Plain*>(self))(item, thread); }, &body);
+    run(items, grain, [](void* self, int64_t first, int64_t last, int thread) {
+      (*static_cast<Plain*>(self))(first, last, thread);
+    }, &body);
   }
 
   // Memory of the calling thread that lasts until it asks for the same use again; grows and is never given back.
@@ -32,22 +44,27 @@ class Team {
   static void* scratch(std::size_t bytes, int use);
 
  private:
-  using Function = void (*)(void*, int64_t, int);
+  using Function = void (*)(void*, int64_t, int64_t, int);
+
+  // What is left of a thread's own items, in one word: the first in its low half, the end in its high half.
+  struct alignas(64) Share {
+    std::atomic<uint64_t> left{0};
+  };
 
   explicit Team(int size);
-  void run(int64_t items, Function function, void* self);
+  void run(int64_t items, int64_t grain, Function function, void* self);
   void work(int thread);
   void take_items(int thread);
 
   const int size_;
+  std::unique_ptr<Share[]> shares_;
   std::mutex busy_;  // held by the call that has the team
   std::mutex sleep_mutex_;
   std::condition_variable wake_;
   std::atomic<uint32_t> epoch_{0};
-  std::atomic<int64_t> next_{0};
   std::atomic<int> running_{0};
   std::atomic<int> asleep_{0};
-  int64_t items_ = 0;
+  int64_t grain_ = 1;
   Function function_ = nullptr;
   void* self_ = nullptr;
 };

@@ -2,7 +2,11 @@
 // runs over the inputs of group g, and offset is the minimum, or -scale * zero, or nothing.
 //
 // The codes are never scaled one by one: they are exact in the type that x has, and what they sum to is scaled once a group.
+//
+// Of int8 activations: y[t, o] = unit[t] * channel[o] * sum_g factor[o, g] * sum_i x[t, i] (q[o, i] - zero[o, g]), in int32 up
+// to the two scales, where factor is a second level of scales, or 1.
 #include <algorithm>
+#include <cmath>
 
 #include "../_native/handler.h"
 #include "../_native/isa.h"
@@ -13,6 +17,8 @@ namespace {
 
 enum class Offset { kNone, kZero, kMinimum };
 enum class Type { kF32, kF16, kBF16, kU8 };
+
+constexpr int size_of(Type type) { return type == Type::kU8 ? 1 : type == Type::kF32 ? 4 : 2; }
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -25,25 +31,39 @@ struct Weight {
   int bits;
   Offset offset;
   Type scale_type;
+  const void* channel;  // [O] of channel_type where activations are int8
+  Type channel_type;
 
   int64_t row_bytes() const { return inputs * bits / 8; }
   int64_t padded_group() const { return round_up(group, 32); }
-  int64_t padded_groups() const { return round_up(groups, 16); }
+  int64_t column() const { return 32 / bits; }  // inputs in four bytes of codes
+  int64_t columns() const { return (inputs + column() - 1) / column(); }
   // Points to one layer of a stack [L, O, ...].
   void take_layer(int64_t layer) {
-    const int64_t field = layer * outputs * groups * (scale_type == Type::kF32 ? 4 : 2);
+    const auto skip = [&](const void* field, int64_t size) {
+      return field == nullptr ? nullptr : static_cast<const char*>(field) + layer * outputs * size;
+    };
     codes += layer * outputs * row_bytes();
-    scale = static_cast<const char*>(scale) + field;
-    if (offset != Offset::kNone) offsets = static_cast<const char*>(offsets) + (offset == Offset::kZero ? layer * outputs * groups : field);
+    scale = skip(scale, groups * size_of(scale_type));
+    offsets = skip(offsets, groups * (offset == Offset::kZero ? 1 : size_of(scale_type)));
+    channel = skip(channel, size_of(channel_type));
   }
 };
 
-// Activations [rows, G, padded group] in the order in which the kernel meets its weights, and their sums [rows, padded G].
+// How activations are laid out: float32 to meet one output at a time (kernel.inc), or to meet sixteen of them (panel.inc),
+// as bf16 or as whole numbers of kLimbs bytes. The same of int8: to meet one output, or sixteen.
+enum class Kind { kRows, kBf16, kLimbs, kByteRows, kBytes };
+constexpr int kLimbs = 3;
+
+// Activations in a layout, and for every row and group of inputs: the sum of x; and of limbs, the size of a unit and where
+// their sums begin. Of int8: the unit of group 0, and where sums begin, or the sum of x where the weight has zero points.
 struct Activations {
-  int64_t rows;
-  bool bf16;
+  int64_t rows, padded_groups;
+  Kind kind;
   void* x;
-  float* sums;
+  float* sums;      // [rows, padded groups]
+  float* unit;      // [rows, G]
+  int32_t* raised;  // [rows, G, limbs]
 };
 
 }  // namespace
@@ -55,84 +75,77 @@ struct Activations {
 namespace jaxserve {
 namespace {
 
-float float_at(const ffi::AnyBuffer& x, int64_t index) {
-  return x.element_type() == ffi::F32 ? static_cast<const float*>(x.untyped_data())[index]
-                                      : bf16_to_float(static_cast<const uint16_t*>(x.untyped_data())[index]);
-}
-
-// Row `row` of x as the kernel wants it.
-void lay_out(const Weight& w, const ffi::AnyBuffer& x, int64_t row, const Activations& a) {
-  const int64_t padded = w.padded_group();
-  float* sums = a.sums + row * w.padded_groups();
-  std::fill(sums, sums + w.padded_groups(), 0.0f);
-  for (int64_t g = 0; g < w.groups; ++g) {
-    const int64_t first = g * w.group, size = std::min(w.group, w.inputs - first), at = (row * w.groups + g) * padded;
-    float total = 0;
-    if (a.bf16) {
-      const uint16_t* from = static_cast<const uint16_t*>(x.untyped_data()) + row * w.inputs + first;
-      uint16_t* to = static_cast<uint16_t*>(a.x) + at;
-      std::copy(from, from + size, to);
-      std::fill(to + size, to + padded, uint16_t{0});
-      for (int64_t i = 0; i < size; ++i) total += bf16_to_float(from[i]);
-    } else {
-      float* to = static_cast<float*>(a.x) + at;
-      std::fill(to, to + padded, 0.0f);
-      for (int64_t i = 0; i < size; ++i) {
-        const int64_t within = i % 32, place = w.bits == 4 ? within / 2 + within % 2 * 16 : within;
-        const float value = float_at(x, row * w.inputs + first + i);
-        to[i - within + place] = value;
-        total += value;
-      }
-    }
-    sums[g] = total;
-  }
-}
-
 Type type_of(ffi::DataType type) {
   return type == ffi::F16 ? Type::kF16 : type == ffi::BF16 ? Type::kBF16 : Type::kF32;
 }
 
 ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
-                            ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t group, std::string_view offset, int64_t layer) {
+                            ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t group, std::string_view offset, std::string_view activation,
+                            bool level2, int64_t layer) {
   const auto shape = codes.dimensions(), groups = scale.dimensions();
   const int64_t inputs = x.dimensions().back(), outputs = y->dimensions().back();
   Weight w{static_cast<const uint8_t*>(codes.untyped_data()), scale.untyped_data(), nullptr, outputs, inputs, group,
-           groups.back(), static_cast<int>(bits), Offset::kNone, type_of(scale.element_type())};
+           groups.back(), static_cast<int>(bits), Offset::kNone, type_of(scale.element_type()), nullptr, Type::kF32};
+  std::size_t next = 0;
   if (offset != "none") {
-    auto field = rest.get<ffi::AnyBuffer>(0);
+    auto field = rest.get<ffi::AnyBuffer>(next++);
     if (!field) return invalid("quantized_matmul: the array of offsets is missing");
     w.offsets = field->untyped_data();
     w.offset = offset == "zero" ? Offset::kZero : Offset::kMinimum;
     if (field->element_count() != scale.element_count()) return invalid("quantized_matmul: offsets and scales differ in shape");
   }
   const std::size_t stacked = shape.size() == 3;
-  const bool fits = shape.size() == 2 + stacked && groups.size() == shape.size() && group > 0 && layer >= 0 &&
-                    layer < (stacked ? std::min(shape[0], groups[0]) : 1) && shape[stacked] == outputs &&
-                    groups[stacked] == outputs && shape.back() * 8 == inputs * bits && w.groups == (inputs + group - 1) / group;
+  const int64_t layers = stacked ? shape[0] : 1;
+  const float* static_unit = nullptr;
+  if (level2) {
+    auto field = rest.get<ffi::AnyBuffer>(next++);
+    if (!field || static_cast<int64_t>(field->element_count()) != layers * outputs) return invalid("quantized_matmul: no scale an output");
+    w.channel = field->untyped_data();
+    w.channel_type = type_of(field->element_type());
+    w.scale_type = Type::kU8;
+  } else if (!activation.empty()) {
+    if (w.groups != 1) return invalid("quantized_matmul: int8 activations take one scale an output");
+    w.channel = w.scale;
+    w.channel_type = w.scale_type;
+    w.scale = nullptr;
+  }
+  if (activation == "int8-static") {
+    auto field = rest.get<ffi::Buffer<ffi::F32>>(next++);
+    if (!field || field->element_count() != 1) return invalid("quantized_matmul: the scale of the activations is missing");
+    static_unit = field->typed_data();
+  }
+  const bool fits = shape.size() == 2 + stacked && groups.size() == shape.size() && layer >= 0 && layer < layers &&
+                    (!stacked || groups[0] == layers) && shape[stacked] == outputs && groups[stacked] == outputs && group > 0 &&
+                    shape.back() * 8 == inputs * bits && w.groups == (inputs + group - 1) / group;
   if (!fits) return invalid("quantized_matmul: the arrays of the weight do not fit x and the result");
-
   w.take_layer(layer);
 
-  const int64_t rows = x.element_count() / inputs, row = w.groups * w.padded_group();
-  const bool bf16 = x.element_type() == ffi::BF16 && JAXSERVE_DISPATCH(takes_bf16);
-  // Scratch: x, its sums, and the result in float32 if it is to be rounded. float32's size does for both kinds of x.
-  const bool direct = y->element_type() == ffi::F32;
-  const int64_t floats = rows * (row + w.padded_groups()) + (direct ? 0 : rows * outputs);
-  float* memory = static_cast<float*>(Team::scratch(floats * sizeof(float), 0));
-  const Activations a{rows, bf16, memory, memory + rows * row};
-  float* result = direct ? static_cast<float*>(y->untyped_data()) : a.sums + rows * w.padded_groups();
-
+  const int64_t rows = x.element_count() / inputs, padded_groups = round_up(w.groups, 16);
+  const bool is_bf16 = x.element_type() == ffi::BF16, direct = y->element_type() == ffi::F32;
+  const Kind kind = JAXSERVE_DISPATCH(kind_of, w, is_bf16);
+  // Scratch: x, a row of it in float32 for each thread, what belongs to its groups, and the result if it is to be rounded.
   Team& team = Team::get();
+  const int64_t x_floats = rows * std::max(w.groups * w.padded_group(), w.columns() * w.column());
+  const int64_t floats = x_floats + team.size() * inputs + rows * (padded_groups + (kLimbs + 1) * w.groups) + (direct ? 0 : rows * outputs);
+  float* const memory = static_cast<float*>(Team::scratch(floats * sizeof(float), 0));
+  float* const wide = memory + x_floats;
+  float* const sums = wide + team.size() * inputs;
+  float* const unit = sums + rows * padded_groups;
+  float* const raised = unit + rows * w.groups;
+  const Activations a{rows, padded_groups, kind, memory, sums, unit, reinterpret_cast<int32_t*>(raised)};
+  float* const result = direct ? static_cast<float*>(y->untyped_data()) : raised + rows * kLimbs * w.groups;
+
+  auto lay_out = [&](int64_t row, int thread) {
+    JAXSERVE_DISPATCH(lay_out, w, x.untyped_data(), is_bf16, static_unit, row, a, wide + thread * inputs);
+  };
   if (rows < 4) {
-    for (int64_t r = 0; r < rows; ++r) lay_out(w, x, r, a);
+    for (int64_t row = 0; row < rows; ++row) lay_out(row, 0);
   } else {
-    team.each(rows, [&](int64_t r, int) { lay_out(w, x, r, a); });
+    team.each(rows, lay_out);
   }
-  // Items small enough to share out evenly, large enough that taking one costs nothing.
-  const int64_t step = std::clamp<int64_t>(outputs / (8 * team.size()), 8, 64), items = (outputs + step - 1) / step;
-  team.each(items, [&](int64_t item, int) {
-    const int64_t first = item * step, last = std::min(first + step, outputs);
-    JAXSERVE_DISPATCH(outputs, w, a, first, last, result);
+  // Whole panels, several at a time.
+  team.ranges((outputs + 15) / 16, 8, [&](int64_t first, int64_t last, int) {
+    JAXSERVE_DISPATCH(outputs, w, a, 16 * first, std::min(16 * last, outputs), result);
   });
   if (!direct) {
     uint16_t* to = static_cast<uint16_t*>(y->untyped_data());
@@ -154,4 +167,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_quantized_matmul, jaxserve::quantized_mat
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("group")
                                   .Attr<std::string_view>("offset")
+                                  .Attr<std::string_view>("activation")
+                                  .Attr<bool>("level2")
                                   .Attr<int64_t>("layer"));

@@ -14,6 +14,7 @@ from jaxserve.pallas_kernels.quantized_matmul.format import QuantFormat
 from jaxserve.pallas_kernels.quantized_matmul.op import OP
 
 ACTIVATIONS = ("float32", "bfloat16")
+MOST_INPUTS = 65536
 
 
 def kernel(
@@ -28,9 +29,15 @@ def kernel(
     """The native kernel for this call, which adds up every row in one order, whatever it is batched with."""
     if x.dtype.name not in ACTIVATIONS or out_dtype not in ACTIVATIONS:
         return Refusal(f"activations are {x.dtype.name} and results {out_dtype}; it knows {', '.join(ACTIVATIONS)}")
-    if activation is not None or format.element != "int" or format.level2:
-        return Refusal(f"it knows integer weights with one level of scales and float activations, not {format}")
+    exact = format.whole and activation in ("int8", "int8-static")
+    if format.element != "int" or (not exact and (activation is not None or format.level2)):
+        return Refusal(
+            f"it knows integer weights with one level of scales and float activations, or weights of whole numbers and "
+            f"int8 ones, not {format} and {activation or x.dtype.name}"
+        )
     outputs, inputs = shape
+    if exact and inputs > MOST_INPUTS:
+        return Refusal(f"sums of {inputs} whole numbers need not fit int32; it adds up to {MOST_INPUTS}")
     rows = math.prod(x.shape[:-1])
     call = native_call(
         "jaxserve_quantized_matmul",
@@ -38,13 +45,16 @@ def kernel(
         bits=np.int64(4 if format.packed else 8),
         group=np.int64(format.group_size(inputs)),
         offset=format.offset,
+        activation=activation or "",
+        level2=format.level2 is not None,
         layer=np.int64(layer or 0),
     )
 
     def native(x: jax.Array, *arrays: jax.Array) -> jax.Array:
         if format.ordered:
-            order = arrays[-1]
-            arrays, x = arrays[:-1], x[..., order if layer is None else order[layer]]
+            place = format.fields.index("order")
+            order = arrays[place] if layer is None else arrays[place][layer]
+            arrays, x = (*arrays[:place], *arrays[place + 1 :]), x[..., order]
         return call(x.reshape(rows, inputs), *arrays).reshape(*x.shape[:-1], outputs)
 
     return native

@@ -130,7 +130,7 @@ ACTIVATIONS = {"int8": "int8", "int8-static": "int8", "e4m3": "e4m3"}
 STATIC = np.float32(0.0203)  # clips what is beyond 2.6
 
 
-@implementations
+@native_implementations
 class TestQuantizedActivations:
     @pytest.mark.parametrize("format", FORMATS[::3] + FORMATS[-6:], ids=str)
     @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.serving.plan import Row, StepPlan, StepResult
 from jaxserve.serving.request import Limits, Sequence
 from jaxserve.serving.state import ADMIT_ROWS, State, neutral_rows, pack_row, penalty_rows
-from jaxserve.serving.step import COPY_PAGES, Arrays, Bucket, unpack_rows, unpack_top
+from jaxserve.serving.step import COPY_PAGES, Arrays, Bucket, packed_spec, unpack_inputs, unpack_rows, unpack_top
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -62,7 +62,7 @@ class Runner:
     """Runs plans. Calls come from one thread and take effect in their order; each step starts when the one before it
     ends.
 
-    programs: bucket -> step(params, caches, state, inputs) -> (caches, state, outputs), as step_function makes them.
+    programs: bucket -> step(params, caches, state, packed) -> (caches, state, outputs), as step_function makes them.
     Only the
         buckets in use are looked up, so that a mapping may load its programs when they are first wanted.
     is_loaded: whether a bucket's program is there at once. While it is not, a larger one that is there does its work.
@@ -90,6 +90,7 @@ class Runner:
         self._programs, self._is_loaded = programs, is_loaded
         self._admit_program, self._load_penalties, self._copy_pages = admit, load_penalties, copy_pages
         self._buckets = sorted(programs)
+        self._sizes = {bucket: packed_spec(bucket, limits).size for bucket in self._buckets}
         self._tables = np.zeros((limits.max_num_seqs + 1, limits.pages_per_seq), np.int32)
         self._admits: dict[int, np.ndarray] = {}
         self._compilations = CompileCounter()
@@ -106,7 +107,7 @@ class Runner:
     def warmup(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Runs all programs (or those of `buckets`) once without effect, then counts compilations from 0."""
         for bucket in self._buckets if buckets is None else buckets:
-            self._run(bucket, self._empty_inputs(bucket))
+            self._run(bucket, self._empty_inputs(bucket)[0])
         scratch = self.limits.max_num_seqs
         self._admits[scratch] = neutral_rows(1, self.limits).view(np.int32)
         self._flush_admits()
@@ -137,7 +138,7 @@ class Runner:
         """Starts the step and returns while it runs. Raises ValueError when no bucket fits the plan."""
         self._flush_admits()
         bucket = self.bucket_of(plan)
-        inputs = self._empty_inputs(bucket)
+        packed, inputs = self._empty_inputs(bucket)
         tokens, slots, counts = inputs["tokens"], inputs["slots"], inputs["query_counts"]
         start = 0
         for i, row in enumerate(plan.rows):
@@ -149,10 +150,10 @@ class Runner:
                 self._tables[row.slot, row.pages_from : len(row.seq.blocks)] = row.seq.blocks[row.pages_from :]
         np.take(self._tables, slots, axis=0, out=inputs["block_tables"])
         if plan.kind == "score":
-            return self._dispatch_score(plan.rows[0], bucket, inputs)
+            return self._dispatch_score(plan.rows[0], bucket, packed, inputs["targets"])
         inputs["sample"][: len(plan.rows)] = [row.sample for row in plan.rows]
         wanted = [(row.seq.params.logprobs or 0) if row.sample else 0 for row in plan.rows]
-        return PendingStep(self._run(bucket, inputs), len(plan.rows), wanted if any(wanted) else None)
+        return PendingStep(self._run(bucket, packed), len(plan.rows), wanted if any(wanted) else None)
 
     def bucket_of(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that fits and is loaded; the smallest that fits while none is."""
@@ -165,28 +166,23 @@ class Runner:
             f"there are {', '.join(f'{b.kind} {b.tokens}x{b.seqs}' for b in self._buckets)}"
         )
 
-    def _dispatch_score(self, row: Row, bucket: Bucket, inputs: dict[str, np.ndarray]) -> PendingStep:
+    def _dispatch_score(self, row: Row, bucket: Bucket, packed: np.ndarray, targets: np.ndarray) -> PendingStep:
         first = row.start + 1
-        targets = row.seq.tokens[first : first + row.count]
-        inputs["targets"][: row.count] = targets
+        targets[: row.count] = row.seq.tokens[first : first + row.count]
         top = row.seq.params.prompt_logprobs
-        return PendingStep(self._run(bucket, inputs), row.count, [top] * row.count if top else None)
+        return PendingStep(self._run(bucket, packed), row.count, [top] * row.count if top else None)
 
-    def _empty_inputs(self, bucket: Bucket) -> dict[str, np.ndarray]:
-        """Inputs without a row. New arrays each time: the step before may not have read its own yet."""
-        inputs = {
-            "tokens": np.zeros(bucket.tokens, np.int32),
-            "slots": np.full(bucket.seqs, self.limits.max_num_seqs, np.int32),
-            "query_counts": np.zeros(bucket.seqs, np.int32),
-            "block_tables": np.zeros((bucket.seqs, self.limits.pages_per_seq), np.int32),
-        }
-        if bucket.kind == "score":
-            return inputs | {"targets": np.zeros(bucket.tokens, np.int32)}
-        return inputs | {"sample": np.zeros(bucket.seqs, np.bool_)}
+    def _empty_inputs(self, bucket: Bucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The inputs without a row, and views of them by name. A new array each time: the step before may not have
+        read its own yet."""
+        packed = np.zeros(self._sizes[bucket], np.int32)
+        inputs = unpack_inputs(packed, bucket, self.limits)
+        inputs["slots"][:] = self.limits.max_num_seqs
+        return packed, inputs
 
-    def _run(self, bucket: Bucket, inputs: dict[str, np.ndarray]) -> Arrays:
-        self.caches, self.state, outputs = self._programs[bucket](self.params, self.caches, self.state, inputs)
-        self.h2d_arrays += len(inputs)
+    def _run(self, bucket: Bucket, packed: np.ndarray) -> Arrays:
+        self.caches, self.state, outputs = self._programs[bucket](self.params, self.caches, self.state, packed)
+        self.h2d_arrays += 1
         return outputs
 
     def _flush_admits(self) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxserve.serving.state import State
 
 Arrays = dict[str, Array]
 Forward = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Array]]
-Step = Callable[[Arrays, Arrays, State, Arrays], tuple[Arrays, State, Arrays]]
+Step = Callable[[Arrays, Arrays, State, Array], tuple[Arrays, State, Arrays]]
 
 COPY_PAGES = 8  # page copies in one call of the copy program
 FORWARD_ARGS = (
@@ -85,25 +85,34 @@ def _powers(base: int, first: int, last: int) -> list[int]:
 
 
 def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the host sends with each step.
+    """What the host sends with each step, all int32, in one array: see unpack_inputs.
 
-    tokens [T] int32: rows packed one after the other; -1 is the last token of the row's slot. slots [S] int32: unused
-    rows come last and point at the scratch slot max_num_seqs. query_counts [S] int32: tokens of each row. sample [S]
-    bool: whether to choose a next token from the row's last position. block_tables [S, P] int32. Score buckets: targets
-    [T] int32 too.
+    tokens [T]: rows packed one after the other; -1 is the last token of the row's slot. slots [S]: unused rows come
+    last and point at the scratch slot max_num_seqs. query_counts [S]: tokens of each row. block_tables [S, P]. Step
+    buckets: sample [S]: 1 where a next token is to be chosen from the row's last position. Score buckets: targets [T].
     """
-    tokens, seqs = (bucket.tokens,), (bucket.seqs,)
-    specs = {
-        "tokens": jax.ShapeDtypeStruct(tokens, np.int32),
-        "slots": jax.ShapeDtypeStruct(seqs, np.int32),
-        "query_counts": jax.ShapeDtypeStruct(seqs, np.int32),
-        "sample": jax.ShapeDtypeStruct(seqs, np.bool_),
-        "block_tables": jax.ShapeDtypeStruct((bucket.seqs, limits.pages_per_seq), np.int32),
+    shapes = {
+        "tokens": (bucket.tokens,),
+        "slots": (bucket.seqs,),
+        "query_counts": (bucket.seqs,),
+        "block_tables": (bucket.seqs, limits.pages_per_seq),
     }
-    if bucket.kind == "score":
-        del specs["sample"]
-        specs["targets"] = jax.ShapeDtypeStruct(tokens, np.int32)
-    return specs
+    shapes |= {"targets": (bucket.tokens,)} if bucket.kind == "score" else {"sample": (bucket.seqs,)}
+    return {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in shapes.items()}
+
+
+def packed_spec(bucket: Bucket, limits: Limits) -> jax.ShapeDtypeStruct:
+    """The array in which the inputs of a step lie one after the other."""
+    return jax.ShapeDtypeStruct((sum(spec.size for spec in input_specs(bucket, limits).values()),), np.int32)
+
+
+def unpack_inputs(packed: Any, bucket: Bucket, limits: Limits) -> dict[str, Any]:
+    """The inputs by name from the array that holds them; of a numpy array they are views, to be filled in."""
+    inputs, start = {}, 0
+    for name, spec in input_specs(bucket, limits).items():
+        inputs[name] = packed[start : start + spec.size].reshape(spec.shape)
+        start += spec.size
+    return inputs
 
 
 def forward_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruct]:
@@ -124,13 +133,15 @@ def forward_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStr
 
 
 def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
-    """step(params, caches, state, inputs) -> (caches, state, outputs); jit it with caches and state donated.
+    """step(params, caches, state, packed) -> (caches, state, outputs); jit it with caches and state donated.
 
     forward(params, caches, args) -> (caches, logits [R, padded vocab] float32), with args as in forward_specs.
+    packed: the inputs, as unpack_inputs unpacks them.
     outputs: the samples of the S rows, or the scores of the T targets, as pack_outputs packs them.
     """
 
-    def step(params: Arrays, caches: Arrays, state: State, inputs: Arrays) -> tuple[Arrays, State, Arrays]:
+    def step(params: Arrays, caches: Arrays, state: State, packed: Array) -> tuple[Arrays, State, Arrays]:
+        inputs = unpack_inputs(packed, bucket, limits)
         slots, counts = inputs["slots"], inputs["query_counts"]
         args = expand_inputs(inputs, state, bucket, limits)
         caches, logits = forward(params, caches, args)
@@ -138,7 +149,7 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
         state = state | {"length": state["length"].at[slots].add(counts)}
         if bucket.kind == "score":
             return caches, state, pack_outputs(_scores(logits[:, : limits.vocab_size], inputs["targets"], limits))
-        active = inputs["sample"]
+        active = inputs["sample"] != 0
         samples = sample(logits, state, slots, lengths, active, limits)
         # Rows that do not sample write back what is there: all padding rows share the scratch slot.
         last = jnp.where(active, samples.tokens, jnp.take(state["last_token"], slots, mode="clip"))

@@ -86,7 +86,8 @@ def mixed():
 
 def run(program, caches, state, inputs, offset=0.0):
     """The step's outputs by name."""
-    caches, state, outputs = program({"offset": np.float32(offset)}, caches, state, inputs)
+    packed = np.concatenate([array.ravel() for array in inputs.values()])
+    caches, state, outputs = program({"offset": np.float32(offset)}, caches, state, packed)
     assert outputs.keys() == {"rows", "top"}
     tokens, logprob, finite = unpack_rows(np.asarray(outputs["rows"]))
     ids, logprobs = unpack_top(np.asarray(outputs["top"]))

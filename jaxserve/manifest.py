@@ -100,8 +100,9 @@ class CachedExecutable:
 class Program:
     """One compiled function: a step bucket (`tokens` T and `seqs` S) or a helper such as admitting a sequence.
 
-    `inputs` are the host's inputs, which lie one after the other in one array. `donate` are the positions of the donated arguments, which an export
-    does not remember. `export` is the file of the StableHLO, the truth; `executables` cache what it compiles to.
+    `inputs` are the host's inputs, which lie one after the other in one array. `donate` are the positions of the
+    donated arguments, which an export does not remember. `export` is the file of the StableHLO, the truth;
+    `executables` cache what it compiles to.
     """
 
     name: str

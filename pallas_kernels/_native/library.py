@@ -18,7 +18,10 @@ CUSTOM_CALLS = ("jaxserve_kv_write", "jaxserve_paged_attention", "jaxserve_quant
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The library with all handlers registered, or None where it was not built. JAXSERVE_CPU_LIBRARY names another build."""
+    """The library with all handlers registered, or None where it was not built.
+
+    JAXSERVE_CPU_LIBRARY names another build.
+    """
     folder = pathlib.Path(__file__).parent
     built = [folder / f"kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     if "JAXSERVE_CPU_LIBRARY" in os.environ:

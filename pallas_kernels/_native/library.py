@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import importlib.machinery
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,10 +18,15 @@ CUSTOM_CALLS = ("jaxserve_kv_write", "jaxserve_paged_attention", "jaxserve_quant
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The library with all handlers registered, or None where it was not built."""
+    """The library with all handlers registered, or None where it was not built.
+
+    JAXSERVE_CPU_LIBRARY names another build.
+    """
     folder = pathlib.Path(__file__).parent
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = folder / f"kernels{suffix}"
+    built = [folder / f"kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    if "JAXSERVE_CPU_LIBRARY" in os.environ:
+        built = [pathlib.Path(os.environ["JAXSERVE_CPU_LIBRARY"])]
+    for path in built:
         if path.exists():
             library = ctypes.CDLL(str(path))
             for name in CUSTOM_CALLS:

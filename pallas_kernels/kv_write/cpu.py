@@ -16,13 +16,18 @@ FLOATS = ("float32", "bfloat16")
 
 def kernel(*operands: Any, format: KvFormat | None, layer: int | None) -> Callable[..., Any] | Refusal:
     """The native kernel for this call; XLA copies the caches first where they are not donated."""
-    if format is not None:
-        return Refusal(f"it writes {', '.join(FLOATS)}, not {format}")
-    k_cache, v_cache, k, _, slots = operands
-    if k_cache.dtype.name not in FLOATS or k.dtype.name not in FLOATS or slots.shape[0] == 0:
-        return Refusal(f"rows are {k.dtype.name} and the cache {k_cache.dtype.name}; it knows {', '.join(FLOATS)}")
-    results = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache)]
-    return native_call("jaxserve_kv_write", results, aliases={0: 0, 1: 1}, layer=np.int64(layer or 0))
+    *caches, k, _, slots = operands
+    if k.dtype.name not in FLOATS or (format is None and caches[0].dtype.name not in FLOATS) or slots.shape[0] == 0:
+        return Refusal(f"rows are {k.dtype.name} and the cache {caches[0].dtype.name}; it knows {', '.join(FLOATS)}")
+    results = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches]
+    aliases = {i: i for i in range(len(caches))}
+    return native_call(
+        "jaxserve_kv_write",
+        results,
+        aliases=aliases,
+        format=format.name if format else "",
+        layer=np.int64(layer or 0),
+    )
 
 
 if is_available():

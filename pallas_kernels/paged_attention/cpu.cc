@@ -1,6 +1,7 @@
 // paged_attention on CPUs: softmax attention over the paged cache with an online softmax, one token's heads at a time.
 #include <algorithm>
 #include <cmath>
+#include <string_view>
 
 #include "../_native/handler.h"
 #include "../_native/isa.h"
@@ -10,12 +11,29 @@
 namespace jaxserve {
 namespace {
 
-// Keys or values [pages, B, K, H].
+enum class Store { kF32, kBF16, kInt8, kInt4, kFp8 };
+
+// Keys or values [pages, B, K, H] as `store` says; codes have a scale, and integers a minimum, a row (see KvFormat).
 struct Cache {
+  Store store;
   const void* data;
-  bool bf16;
+  const uint16_t* scale;
+  const uint16_t* minimum;
   int64_t page, heads, head_dim;
 };
+
+// What a code of float8_e4m3fn stands for.
+struct Fp8Table {
+  float numbers[256];
+  Fp8Table() {
+    for (int code = 0; code < 256; ++code) {
+      const int exponent = code >> 3 & 15, mantissa = code & 7;
+      const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+      numbers[code] = (code & 127) == 127 ? NAN : code < 128 ? size : -size;
+    }
+  }
+};
+const Fp8Table fp8;
 
 // The query heads of one token that read key head `key_head` at the positions first <= j <= last.
 struct Query {
@@ -33,25 +51,47 @@ struct Query {
 namespace jaxserve {
 namespace {
 
-ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> tables,
-                           ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> lengths, ffi::Result<ffi::AnyBuffer> o,
-                           float scale, int64_t window, float softcap, int64_t layer) {
+// The keys or the values of a layer among the operands, of which there are `each`; `at` is the first. Data is null if they
+// do not fit.
+Cache cache_of(const ffi::RemainingArgs& arrays, std::size_t at, std::size_t each, Store store, int64_t head_dim, int64_t layer) {
+  const auto codes = arrays.get<ffi::AnyBuffer>(at);
+  if (!codes) return {};
+  const Pool pool(*codes, layer);
+  if (!pool.fits || pool.width != (store == Store::kInt4 ? head_dim / 2 : head_dim)) return {};
+  if (each == 1 && codes->element_type() == ffi::BF16) store = Store::kBF16;
+  const int64_t row = pool.first_slot * pool.heads, bytes = store == Store::kF32 ? 4 : store == Store::kBF16 ? 2 : 1;
+  const auto* const data = static_cast<const uint8_t*>(codes->untyped_data()) + row * pool.width * bytes;
+  Cache cache{store, data, nullptr, nullptr, pool.page, pool.heads, head_dim};
+  for (std::size_t i = 1; i < each; ++i) {
+    const auto numbers = arrays.get<ffi::Buffer<ffi::F16>>(at + i);
+    if (!numbers || static_cast<int64_t>(numbers->element_count()) != pool.rows()) return {};
+    (i == 1 ? cache.scale : cache.minimum) = static_cast<const uint16_t*>(numbers->untyped_data()) + row;
+  }
+  return cache;
+}
+
+ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> o, float scale,
+                           int64_t window, float softcap, std::string_view format, int64_t layer) {
+  const Store store = format == "int8" ? Store::kInt8 : format == "int4" ? Store::kInt4 : format == "fp8" ? Store::kFp8 : Store::kF32;
+  const std::size_t each = store == Store::kF32 ? 1 : store == Store::kFp8 ? 2 : 3;
+  if (rest.size() != 2 * each + 3 || q.dimensions().size() != 3) return invalid("paged_attention: an operand is missing");
   const auto shape = q.dimensions();
-  const Pool pool(k, layer);
+  const Cache keys = cache_of(rest, 0, each, store, shape[2], layer), values = cache_of(rest, each, each, store, shape[2], layer);
+  const auto found_tables = rest.get<ffi::Buffer<ffi::S32>>(2 * each), found_starts = rest.get<ffi::Buffer<ffi::S32>>(2 * each + 1);
+  const auto found_lengths = rest.get<ffi::Buffer<ffi::S32>>(2 * each + 2);
+  if (!keys.data || !values.data || !found_tables || !found_starts || !found_lengths) {
+    return invalid("paged_attention: an operand has a type or a shape of its own");
+  }
+  const auto &tables = *found_tables, &starts = *found_starts, &lengths = *found_lengths;
+  const Pool pool(*rest.get<ffi::AnyBuffer>(0), layer);
   const int64_t seqs = lengths.element_count(), pages_per_seq = seqs ? tables.element_count() / seqs : 0;
-  const bool fits = shape.size() == 3 && pool.fits && k.element_count() == v.element_count() &&
-                    shape[2] == pool.head_dim && pool.heads > 0 && shape[1] % pool.heads == 0 &&
+  const bool fits = rest.get<ffi::AnyBuffer>(each)->dimensions() == rest.get<ffi::AnyBuffer>(0)->dimensions() && pool.heads > 0 &&
+                    shape[1] % pool.heads == 0 &&
                     static_cast<int64_t>(starts.element_count()) == seqs + 1 && o->element_count() == q.element_count();
   if (!fits) return invalid("paged_attention: the operands do not fit each other");
 
   const int64_t tokens = shape[0], query_heads = shape[1], head_dim = shape[2], key_heads = pool.heads;
   const int64_t heads = query_heads / key_heads, width = (head_dim + 15) / 16 * 16;
-  const auto cache = [&](const ffi::AnyBuffer& array) {
-    const bool bf16 = array.element_type() == ffi::BF16;
-    const char* const first = static_cast<const char*>(array.untyped_data()) + layer * pool.size() * (bf16 ? 2 : 4);
-    return Cache{first, bf16, pool.page, key_heads, head_dim};
-  };
-  const Cache keys = cache(k), values = cache(v);
   const bool wide = q.element_type() == ffi::F32;
   const int32_t* const start = starts.typed_data();
 
@@ -109,13 +149,10 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::paged_attention,
                               jaxserve::ffi::Ffi::Bind()
                                   .Arg<jaxserve::ffi::AnyBuffer>()
-                                  .Arg<jaxserve::ffi::AnyBuffer>()
-                                  .Arg<jaxserve::ffi::AnyBuffer>()
-                                  .Arg<jaxserve::ffi::Buffer<jaxserve::ffi::S32>>()
-                                  .Arg<jaxserve::ffi::Buffer<jaxserve::ffi::S32>>()
-                                  .Arg<jaxserve::ffi::Buffer<jaxserve::ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<jaxserve::ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("softcap")
+                                  .Attr<std::string_view>("format")
                                   .Attr<int64_t>("layer"));

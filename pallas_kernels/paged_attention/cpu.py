@@ -25,9 +25,7 @@ def kernel(
     layer: int | None,
 ) -> Callable[..., jax.Array] | Refusal:
     """The native kernel for this call: one token's heads at a time, so that a token's result depends on no other."""
-    if format is not None:
-        return Refusal(f"it reads caches of {', '.join(FLOATS)}, not {format}")
-    if q.dtype.name not in FLOATS or k.dtype.name not in FLOATS:
+    if q.dtype.name not in FLOATS or (format is None and k.dtype.name not in FLOATS):
         return Refusal(f"queries are {q.dtype.name} and the cache {k.dtype.name}; it knows {', '.join(FLOATS)}")
     return native_call(
         "jaxserve_paged_attention",
@@ -35,6 +33,7 @@ def kernel(
         scale=np.float32(scale),
         window=np.int64(window or 0),
         softcap=np.float32(softcap or 0.0),
+        format=format.name if format else "",
         layer=np.int64(layer or 0),
     )
 

@@ -1,12 +1,13 @@
 """The step function with a model whose logits give away any wrong token, position, slot or page."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
 
 from jaxserve.serving import state as st
 from jaxserve.serving.request import Limits
-from jaxserve.serving.sampler import Samples
 from jaxserve.serving.step import (
     COPY_PAGES,
     FORWARD_ARGS,
@@ -91,7 +92,11 @@ def run(program, caches, state, inputs, offset=0.0):
     assert outputs.keys() == {"rows", "top"}
     tokens, logprob, finite = unpack_rows(np.asarray(outputs["rows"]))
     ids, logprobs = unpack_top(np.asarray(outputs["top"]))
-    return caches, state, Samples(tokens, logprob, ids, logprobs, finite)
+    return (
+        caches,
+        state,
+        types.SimpleNamespace(tokens=tokens, logprob=logprob, finite=finite, top_ids=ids, top_logprobs=logprobs),
+    )
 
 
 def test_chunked_prefill_beside_decode_gives_the_tokens_of_the_whole(mixed):

@@ -77,7 +77,7 @@ def export_bucket(plan: Plan, bucket: Bucket, graph: Graph) -> bytes:
         specs_of(graph, "param"),
         specs_of(graph, "cache"),
         slot_state.state_specs(plan.limits),
-        steps.packed_spec(bucket, plan.limits),
+        steps.InputLayout.of(bucket, plan.limits).spec,
     )
     custom_calls = CUSTOM_CALLS if is_available() else ()
     return executables.export_program(

@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.serving.plan import Row, StepPlan, StepResult
 from jaxserve.serving.request import Limits, Sequence
 from jaxserve.serving.state import ADMIT_ROWS, State, neutral_rows, pack_row, penalty_rows
-from jaxserve.serving.step import COPY_PAGES, Arrays, Bucket, packed_spec, unpack_inputs, unpack_rows, unpack_top
+from jaxserve.serving.step import COPY_PAGES, Arrays, Bucket, InputLayout, unpack_rows, unpack_top
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -90,7 +90,7 @@ class Runner:
         self._programs, self._is_loaded = programs, is_loaded
         self._admit_program, self._load_penalties, self._copy_pages = admit, load_penalties, copy_pages
         self._buckets = sorted(programs)
-        self._sizes = {bucket: packed_spec(bucket, limits).size for bucket in self._buckets}
+        self._layouts = {bucket: InputLayout.of(bucket, limits) for bucket in self._buckets}
         self._tables = np.zeros((limits.max_num_seqs + 1, limits.pages_per_seq), np.int32)
         self._admits: dict[int, np.ndarray] = {}
         self._compilations = CompileCounter()
@@ -139,16 +139,15 @@ class Runner:
         self._flush_admits()
         bucket = self.bucket_of(plan)
         packed, inputs = self._empty_inputs(bucket)
-        tokens, slots, counts = inputs["tokens"], inputs["slots"], inputs["query_counts"]
-        start = 0
-        for i, row in enumerate(plan.rows):
-            end = start + row.count
-            tokens[start:end] = row.tokens or -1
-            start = end
-            slots[i], counts[i] = row.slot, row.count
+        tokens: list[int] = []  # lists first: setting numbers of an array one by one is slow
+        for row in plan.rows:
+            tokens += row.tokens or (-1,)
             if row.pages_from < len(row.seq.blocks):
                 self._tables[row.slot, row.pages_from : len(row.seq.blocks)] = row.seq.blocks[row.pages_from :]
-        np.take(self._tables, slots, axis=0, out=inputs["block_tables"])
+        inputs["tokens"][: len(tokens)] = tokens
+        inputs["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
+        inputs["query_counts"][: len(plan.rows)] = [row.count for row in plan.rows]
+        np.take(self._tables, inputs["slots"], axis=0, out=inputs["block_tables"])
         if plan.kind == "score":
             return self._dispatch_score(plan.rows[0], bucket, packed, inputs["targets"])
         inputs["sample"][: len(plan.rows)] = [row.sample for row in plan.rows]
@@ -175,8 +174,9 @@ class Runner:
     def _empty_inputs(self, bucket: Bucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The inputs without a row, and views of them by name. A new array each time: the step before may not have
         read its own yet."""
-        packed = np.zeros(self._sizes[bucket], np.int32)
-        inputs = unpack_inputs(packed, bucket, self.limits)
+        layout = self._layouts[bucket]
+        packed = np.zeros(layout.size, np.int32)
+        inputs = layout.unpack(packed)
         inputs["slots"][:] = self.limits.max_num_seqs
         return packed, inputs
 

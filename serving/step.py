@@ -85,7 +85,7 @@ def _powers(base: int, first: int, last: int) -> list[int]:
 
 
 def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the host sends with each step, all int32, in one array: see unpack_inputs.
+    """What the host sends with each step, all int32, in one array: see InputLayout.
 
     tokens [T]: rows packed one after the other; -1 is the last token of the row's slot. slots [S]: unused rows come
     last and point at the scratch slot max_num_seqs. query_counts [S]: tokens of each row. block_tables [S, P]. Step
@@ -101,18 +101,28 @@ def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruc
     return {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in shapes.items()}
 
 
-def packed_spec(bucket: Bucket, limits: Limits) -> jax.ShapeDtypeStruct:
-    """The array in which the inputs of a step lie one after the other."""
-    return jax.ShapeDtypeStruct((sum(spec.size for spec in input_specs(bucket, limits).values()),), np.int32)
+@dataclasses.dataclass(frozen=True)
+class InputLayout:
+    """How the inputs of a step lie in one int32 array of `size`, one after the other: name, start, end and shape."""
 
+    fields: tuple[tuple[str, int, int, tuple[int, ...]], ...]
+    size: int
 
-def unpack_inputs(packed: Any, bucket: Bucket, limits: Limits) -> dict[str, Any]:
-    """The inputs by name from the array that holds them; of a numpy array they are views, to be filled in."""
-    inputs, start = {}, 0
-    for name, spec in input_specs(bucket, limits).items():
-        inputs[name] = packed[start : start + spec.size].reshape(spec.shape)
-        start += spec.size
-    return inputs
+    @classmethod
+    def of(cls, bucket: Bucket, limits: Limits) -> "InputLayout":
+        fields, start = [], 0
+        for name, spec in input_specs(bucket, limits).items():
+            fields.append((name, start, start + spec.size, spec.shape))
+            start += spec.size
+        return cls(tuple(fields), start)
+
+    @property
+    def spec(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.size,), np.int32)
+
+    def unpack(self, packed: Any) -> dict[str, Any]:
+        """The inputs by name from the array that holds them; of a numpy array they are views, to be filled in."""
+        return {name: packed[start:end].reshape(shape) for name, start, end, shape in self.fields}
 
 
 def forward_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruct]:
@@ -136,12 +146,14 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
     """step(params, caches, state, packed) -> (caches, state, outputs); jit it with caches and state donated.
 
     forward(params, caches, args) -> (caches, logits [R, padded vocab] float32), with args as in forward_specs.
-    packed: the inputs, as unpack_inputs unpacks them.
+    packed: the inputs, as InputLayout unpacks them.
     outputs: the samples of the S rows, or the scores of the T targets, as pack_outputs packs them.
     """
 
+    layout = InputLayout.of(bucket, limits)
+
     def step(params: Arrays, caches: Arrays, state: State, packed: Array) -> tuple[Arrays, State, Arrays]:
-        inputs = unpack_inputs(packed, bucket, limits)
+        inputs = layout.unpack(packed)
         slots, counts = inputs["slots"], inputs["query_counts"]
         args = expand_inputs(inputs, state, bucket, limits)
         caches, logits = forward(params, caches, args)

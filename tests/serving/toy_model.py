@@ -13,7 +13,7 @@ from jaxserve.serving import state as st
 from jaxserve.serving.plan import Row
 from jaxserve.serving.request import GenerationRequest, Limits, SamplingParams, Sequence
 from jaxserve.serving.runner import Runner
-from jaxserve.serving.step import copy_pages, copy_specs, default_buckets, packed_spec, step_function
+from jaxserve.serving.step import InputLayout, copy_pages, copy_specs, default_buckets, step_function
 
 VOCAB = 101
 LIMITS = Limits(
@@ -80,7 +80,7 @@ PARAMS = {"offset": jax.ShapeDtypeStruct((), np.float32)}
 
 
 def step_specs(bucket, limits=LIMITS):
-    return PARAMS, cache_specs(limits), st.state_specs(limits), packed_spec(bucket, limits)
+    return PARAMS, cache_specs(limits), st.state_specs(limits), InputLayout.of(bucket, limits).spec
 
 
 def compile_step(bucket, limits=LIMITS, forward=toy_forward):

@@ -24,7 +24,9 @@ class Run:
     """One concurrency.
 
     Throughputs are tokens per second over the whole run, prefill included; `tpot` is the mean time between a request's
-    tokens after its first; `host_ms` sums schedule, prepare, dispatch and collect (read back), a step.
+    tokens after its first; `host_ms` sums schedule, prepare, dispatch and collect (read back), a step, and
+    `host_processor_ms` is the processor time of the engine's thread in them: a device on the host's own cores takes
+    turns with it.
     """
 
     concurrency: int
@@ -38,6 +40,7 @@ class Run:
     median_tpot_ms: float
     steps: int
     host_ms: float
+    host_processor_ms: float
     phase_ms: dict[str, float]
 
 
@@ -58,7 +61,7 @@ def bench(session: Session, concurrencies: list[int], prompt: int, output: int, 
             stage.done(
                 f"{concurrency:>3} at once: {runs[-1].output_throughput:.1f} tokens/s, "
                 f"TTFT {runs[-1].median_ttft_ms:.0f} ms, TPOT {runs[-1].median_tpot_ms:.1f} ms, "
-                f"host {runs[-1].host_ms:.2f} ms a step"
+                f"host {runs[-1].host_ms:.2f} ms a step, {runs[-1].host_processor_ms:.2f} of them on a core"
             )
     return runs
 
@@ -96,5 +99,6 @@ def _summary(engine: Engine, times: list[tuple[float, float]], duration: float, 
         median_tpot_ms=1e3 * statistics.median(rest / max(output - 1, 1) for _, rest in times),
         steps=steps,
         host_ms=sum(means[name] for name in HOST_PHASES[:4]),
+        host_processor_ms=1e3 * phases["processor"].total / max(steps, 1),
         phase_ms=means,
     )

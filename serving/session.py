@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 
 from jaxserve.artifact import open_artifact
@@ -22,6 +23,9 @@ class Session:
         self.manifest: Manifest = artifact.manifest
         self.limits: Limits = serving_limits(compiled_limits(artifact.manifest), lower)
         keep_freed_memory()
+        # The engine's thread prepares a step while the device is busy and others format what the last one gave: it
+        # should not wait the usual 5 ms for the interpreter's lock.
+        sys.setswitchinterval(2e-4)
         self.runner: Runner = load_runner(artifact, report)
         self.tokenizer: Tokenizer = load_tokenizer(artifact.tokenizer)
 

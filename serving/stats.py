@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Protocol
 
-PHASES = ("schedule", "prepare", "dispatch", "wait", "collect", "deliver", "host")
+PHASES = ("schedule", "prepare", "dispatch", "wait", "collect", "deliver", "host", "processor")
 BOUNDS = tuple(1e-5 * 2**i for i in range(18))  # seconds: 10 us to 1.3 s
 
 

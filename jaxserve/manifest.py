@@ -13,8 +13,9 @@ from pydantic.dataclasses import dataclass
 
 from jaxserve.errors import UserError
 
-SCHEMA = "1.0"
-"""`major.minor` of the manifests that this version writes."""
+SCHEMA = "2.0"
+"""`major.minor` of the manifests that this version writes; another major is refused. 2: layers share arrays, and a step's
+inputs and outputs are packed."""
 
 
 class ArtifactError(UserError):

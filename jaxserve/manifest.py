@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass
 from jaxserve.errors import UserError
 
 SCHEMA = "2.0"
-"""`major.minor` of the manifests that this version writes; another major is refused. 2: layers share arrays, and a step's
-inputs and outputs are packed."""
+"""`major.minor` of the manifests that this version writes; another major is refused. 2: layers share arrays, and a
+step's inputs and outputs are packed."""
 
 
 class ArtifactError(UserError):

@@ -82,7 +82,8 @@ def _stacks(graph: Graph) -> tuple[list[list[_Member]], dict[str, str]]:
     for members in groups.values():
         if len(members) == 1:
             alone.setdefault(members[0].params[0].path, "no other layer has one like it")
-    return [members for members in groups.values() if len(members) > 1], alone
+    stacks = [sorted(members, key=lambda member: member.layer) for members in groups.values() if len(members) > 1]
+    return stacks, alone
 
 
 def _member(graph: Graph, entry: Input) -> _Member | str:

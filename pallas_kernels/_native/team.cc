@@ -65,45 +65,53 @@ void Team::run(int64_t items, int64_t grain, Function function, void* self) {
   std::lock_guard<std::mutex> lock(busy_);
   function_ = function;
   self_ = self;
-  grain_ = grain;
+  grain_.store(grain, std::memory_order_relaxed);
+  pending_.store(items, std::memory_order_relaxed);
   for (int64_t thread = 0; thread < size_; ++thread) {
     const uint64_t first = items * thread / size_, end = items * (thread + 1) / size_;
-    shares_[thread].left.store(end << 32 | first, std::memory_order_relaxed);
+    shares_[thread].left.store(end << 32 | first, std::memory_order_release);  // from here on a late thread may take some
   }
-  running_.store(size_ - 1, std::memory_order_relaxed);
   epoch_.fetch_add(1, std::memory_order_seq_cst);
   if (asleep_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard<std::mutex> sleeping(sleep_mutex_);
     wake_.notify_all();
   }
   take_items(0);
-  for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) {
-    if (spins > 20000) sched_yield();  // somebody else has our cores
+  for (int spins = 0; pending_.load(std::memory_order_acquire) > 0; ++spins) {
+    if (spins > 2000) sched_yield();  // somebody else has our cores
     pause();
   }
 }
 
 // A thread's own items from the first on, then those of others from the last on.
+//
+// Nobody waits for a thread that took nothing: one that the system did not run in time leaves its items to others. It may
+// arrive when the next call is under way and then simply takes items of that one. So what a call is must be read after an
+// item is taken: from then until the item is subtracted from pending_ the call cannot end.
 void Team::take_items(int thread) {
+  int64_t done = 0;
   for (int step = 0; step < size_; ++step) {
     std::atomic<uint64_t>& share = shares_[(thread + step) % size_].left;
     uint64_t left = share.load(std::memory_order_relaxed);
     for (;;) {
-      const int64_t first = left & 0xffffffff, end = left >> 32, count = std::min(grain_, end - first);
+      const int64_t first = left & 0xffffffff, end = left >> 32;
+      const int64_t count = std::min(grain_.load(std::memory_order_relaxed), end - first);
       if (count <= 0) break;
       const bool own = step == 0;
       const uint64_t rest = own ? left + count : left - (uint64_t(count) << 32);
-      if (!share.compare_exchange_weak(left, rest, std::memory_order_relaxed)) continue;
+      if (!share.compare_exchange_weak(left, rest, std::memory_order_acquire, std::memory_order_relaxed)) continue;
       own ? function_(self_, first, first + count, thread) : function_(self_, end - count, end, thread);
+      done += count;
       left = share.load(std::memory_order_relaxed);
     }
   }
+  if (done > 0) pending_.fetch_sub(done, std::memory_order_release);
 }
 
 void Team::work(int thread) {
-  for (uint32_t seen = 0;; seen = epoch_.load(std::memory_order_acquire)) {
+  for (uint32_t seen = 0, now;; seen = now) {
     auto deadline = Clock::now() + kSpin;
-    for (int spins = 0; epoch_.load(std::memory_order_acquire) == seen; ++spins) {
+    for (int spins = 0; (now = epoch_.load(std::memory_order_acquire)) == seen; ++spins) {
       if (spins % 64 == 63 && Clock::now() > deadline) {
         std::unique_lock<std::mutex> lock(sleep_mutex_);
         asleep_.fetch_add(1, std::memory_order_seq_cst);
@@ -113,7 +121,6 @@ void Team::work(int thread) {
       pause();
     }
     take_items(thread);
-    running_.fetch_sub(1, std::memory_order_release);
   }
 }
 

@@ -29,7 +29,7 @@ class Team {
     });
   }
 
-  // The same for ranges of at most `grain` items: body(first, last, thread). A thread is given neighbouring items as long
+  // The same for ranges of about `grain` items: body(first, last, thread). A thread is given neighbouring items as long
   // as it keeps up with the others, so that it may ask for the memory of the next ones early.
   template <typename Body>
   void ranges(int64_t items, int64_t grain, Body&& body) {
@@ -62,9 +62,9 @@ class Team {
   std::mutex sleep_mutex_;
   std::condition_variable wake_;
   std::atomic<uint32_t> epoch_{0};
-  std::atomic<int> running_{0};
+  std::atomic<int64_t> pending_{0};  // items of the call that are not done
   std::atomic<int> asleep_{0};
-  int64_t grain_ = 1;
+  std::atomic<int64_t> grain_{1};
   Function function_ = nullptr;
   void* self_ = nullptr;
 };

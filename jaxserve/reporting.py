@@ -3,11 +3,13 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from jaxserve.passes.pipeline import Stage
 
@@ -73,3 +75,17 @@ class Reporter:
     def ir(self, name: str, text: str) -> None:
         """The IR after a pass, on standard output."""
         sys.stdout.write(f"// after {name}\n{text}\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table on standard output: text to the left, numbers to four digits and to the right."""
+    console, table = Console(highlight=False), Table(box=None, pad_edge=False)
+    if not console.is_terminal:
+        console.width = 200  # in a file nothing need be folded
+    for index, column in enumerate(columns):
+        numeric = any(isinstance(row[index], float | int) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, str) else "" if cell is None else f"{cell:.5g}" for cell in row))
+    console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
+    console.print(table)

@@ -11,9 +11,6 @@ from types import ModuleType
 from typing import Any
 
 from absl import app, flags
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from jaxserve.calibration import CalibrationOptions
 from jaxserve.charts import write_chart
@@ -47,20 +44,6 @@ class Settings:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
-
-
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table on standard output: text to the left, numbers to four digits and to the right."""
-    console, table = Console(highlight=False), Table(box=None, pad_edge=False)
-    if not console.is_terminal:
-        console.width = 200  # in a file nothing need be folded
-    for index, column in enumerate(columns):
-        numeric = any(isinstance(row[index], float | int) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, str) else "" if cell is None else f"{cell:.5g}" for cell in row))
-    console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
-    console.print(table)
 
 
 def write_json(path: str | pathlib.Path, data: Mapping[str, Any]) -> None:

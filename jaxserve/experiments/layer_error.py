@@ -13,6 +13,7 @@ from jaxserve.experiments import common, pipelines
 from jaxserve.experiments.common import Settings
 from jaxserve.experiments.output_errors import LAYOUT, Original, original_model, output_errors
 from jaxserve.passes.pipeline import Pass
+from jaxserve.reporting import print_table
 
 Errors = Mapping[str, Mapping[str, float]]  # by pipeline and by path of the projection's weight
 
@@ -59,7 +60,7 @@ def run(settings: Settings) -> None:
     means = {name: by_kind(found) for name, found in errors.items()}
     kinds = list(next(iter(means.values())))
     rows = [[name, *(found[kind] for kind in kinds), statistics.fmean(found.values())] for name, found in means.items()]
-    common.show(f"{settings.model}: relative output error, mean over layers", ["pipeline", *kinds, "mean"], rows)
+    print_table(f"{settings.model}: relative output error, mean over layers", ["pipeline", *kinds, "mean"], rows)
     data = {
         "experiment": "layer_error",
         "settings": settings.to_json(),

@@ -23,7 +23,7 @@ from jaxserve.experiments import common
 from jaxserve.experiments.common import Settings
 from jaxserve.models.resolve import resolve
 from jaxserve.passes.pipeline import Pass
-from jaxserve.reporting import Reporter
+from jaxserve.reporting import Reporter, print_table
 from jaxserve.rewritten import rewritten_model
 
 TEXT = flags.DEFINE_string("text", None, "UTF-8 text to measure on, used as it is")
@@ -129,7 +129,7 @@ def deliver(
         mean, error = paired(one.nll, theirs) if theirs is not None else (None, None)
         rows.append([one.name, one.perplexity, mean, error, one.weight_bytes / 1e6, round(one.seconds, 1)])
     title = f"{settings.model}, {windows}"
-    common.show(title, ["pipeline", "perplexity", "Δ nll", "± error", "weights, MB", "seconds"], rows)
+    print_table(title, ["pipeline", "perplexity", "Δ nll", "± error", "weights, MB", "seconds"], rows)
     data = {
         "experiment": experiment,
         "settings": settings.to_json(),

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -68,7 +69,8 @@ def describe(load: Load) -> str:
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The median of every number over the runs; None where a run lacks it."""
     found = {name: [run[name] for run in runs] for name in runs[0]}
-    return {name: None if None in values else statistics.median(values) for name, values in found.items()}
+    numbers = {name: values for name, values in found.items() if name != "errors"}
+    return {name: None if None in values else statistics.median(values) for name, values in numbers.items()}
 
 
 def ratios(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
@@ -84,6 +86,10 @@ def show(compared: Sequence[Compared], load: Load) -> None:
         failed = sum(run["failed"] for run in one.rounds)
         rows.append([one.name, *(one.median[name] for name in columns), failed, one.ratio.get("output_throughput")])
     titles = ["system", *columns.values(), "failed", f"{compared[0].name} against it"]
+    for one in compared:
+        reasons = {error for run in one.rounds for error in run["errors"]}
+        for reason in sorted(reasons):
+            print(f"{one.name}: {reason}", file=sys.stderr)
     print_table(f"{describe(load)}, medians of {len(compared[0].rounds)} rounds", titles, rows)
 
 

@@ -84,7 +84,8 @@ async def _run(url: str, model: str, load: Load, prompts: Sequence[Sequence[int]
     places = asyncio.Semaphore(load.concurrency or len(prompts))
     start = time.perf_counter()
     limits = aiohttp.ClientTimeout(total=TIMEOUT)
-    async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as session:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # some servers end a kept connection without a word
+    async with aiohttp.ClientSession(timeout=limits, connector=connector) as session:
 
         async def one(prompt: Sequence[int], arrival: float) -> Timing:
             await asyncio.sleep(max(0.0, start + arrival - time.perf_counter()))

@@ -46,6 +46,7 @@ def summarize(answers: Answers, goodput: Mapping[str, float]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "completed": len(done),
         "failed": len(answers.timings) - len(done),
+        "errors": sorted({timing.error for timing in answers.timings if timing.error}),
         "duration": answers.duration,
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,

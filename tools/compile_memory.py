@@ -72,7 +72,7 @@ def measure(arguments: list[str]) -> tuple[float, float, float]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", default="w4a16", help="what to compile with (default w4a16)")
     parser.add_argument("--tokenizer", type=pathlib.Path, required=True, help="a Llama's folder: its tokenizer is used")
     parser.add_argument("--layers", type=int, default=24, help="layers of 60.8 million parameters (default 24)")

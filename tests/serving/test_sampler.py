@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.serving import state as st
 from jaxserve.serving.request import Limits
-from jaxserve.serving.sampler import keep_filtered, sample
+from jaxserve.serving.sampler import exponential_noise, keep_filtered, sample
 
 VOCAB, SLOTS = 1000, 8  # most tests share one compiled program
 
@@ -363,7 +363,7 @@ def test_plain_greedy_steps_skip_the_costly_parts():
         random_logits(8, VOCAB), state, slots, slots, active
     )
     costly = {
-        "random_bits",
+        "log",
         "random_fold_in",
         "threefry2x32",
         "while",
@@ -376,7 +376,23 @@ def test_plain_greedy_steps_skip_the_costly_parts():
     }
     assert _vocab_ops(closed.jaxpr, VOCAB, costly) == []
     assert "is_finite" in _vocab_ops(closed.jaxpr, VOCAB, {"is_finite"}), "the walk itself must see outer equations"
-    assert "top_k" in str(closed) and "random_bits" in str(closed)
+    assert "top_k" in str(closed) and "random_fold_in" in str(closed)
+
+
+def test_noise_is_exponential_and_independent():
+    """e^-noise is uniform over ids, and neighbours in ids, positions and keys are uncorrelated."""
+    positions = np.arange(64, dtype=np.int32)
+    keys = np.array([[0, 7], [1, 7]], np.uint32).repeat(32, axis=0)
+    uniform = np.exp(-np.asarray(exponential_noise(keys, positions, 2**14), np.float64))
+    assert 0 < uniform.min() < 1e-5 and 1 - 1e-5 < uniform.max() < 1
+    counts, _ = np.histogram(uniform, bins=1024, range=(0, 1))
+    expected = uniform.size / 1024
+    assert abs(((counts - expected) ** 2 / expected).sum() - 1023) < 5 * (2 * 1023) ** 0.5
+    centred = uniform - 0.5
+    moved = {"id": (0, 1), "two ids": (0, 2), "position": (1, 0), "key": (32, 0)}
+    for name, shift in moved.items():
+        correlation = (centred * np.roll(centred, shift, (0, 1))).mean() * 12
+        assert abs(correlation) < 5 / uniform.size**0.5, name
 
 
 def test_nothing_sorts_the_vocabulary():

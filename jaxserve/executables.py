@@ -6,6 +6,7 @@ same program. An executable is a pickle: its bytes come only from `Artifact.read
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import json
@@ -142,10 +143,17 @@ def load_in_background(
                 if not threading.main_thread().is_alive():  # the process is ending
                     return
                 program.result()
+        _give_back_free_memory()
 
     # No daemon: the interpreter would end under a load, and XLA aborts the process then.
     threading.Thread(target=load_all, name="load-programs").start()
     return programs
+
+
+def _give_back_free_memory() -> None:
+    """Returns to the system what loading allocated and freed, of which glibc would keep some 100 MB."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _rebuild(artifact: Artifact, program: Program, target: Target) -> Any:

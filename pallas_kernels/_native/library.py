@@ -20,12 +20,14 @@ CUSTOM_CALLS = ("jaxserve_kv_write", "jaxserve_paged_attention", "jaxserve_quant
 def _library() -> ctypes.CDLL | None:
     """The library with all handlers registered, or None where it was not built.
 
-    JAXSERVE_CPU_LIBRARY names another build.
+    JAXSERVE_CPU_LIBRARY names another build; ImportError if it is not there.
     """
     folder = pathlib.Path(__file__).parent
     built = [folder / f"kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    if "JAXSERVE_CPU_LIBRARY" in os.environ:
-        built = [pathlib.Path(os.environ["JAXSERVE_CPU_LIBRARY"])]
+    if asked := os.environ.get("JAXSERVE_CPU_LIBRARY"):
+        built = [pathlib.Path(asked)]
+        if not built[0].is_file():
+            raise ImportError(f"JAXSERVE_CPU_LIBRARY names {asked!r}, and there is no such file: unset it, or build it")
     for path in built:
         if path.exists():
             library = ctypes.CDLL(str(path))

@@ -5,6 +5,7 @@
 
 #include "../_native/handler.h"
 #include "../_native/isa.h"
+#include "../_native/profile.h"
 #include "../_native/team.h"
 #include "../kv_write/pool.h"
 
@@ -72,6 +73,7 @@ Cache cache_of(const ffi::RemainingArgs& arrays, std::size_t at, std::size_t eac
 
 ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> o, float scale,
                            int64_t window, float softcap, std::string_view format, int64_t layer) {
+  const Timed timed([] { return std::string("paged_attention"); });
   const Store store = format == "int8" ? Store::kInt8 : format == "int4" ? Store::kInt4 : format == "fp8" ? Store::kFp8 : Store::kF32;
   const std::size_t each = store == Store::kF32 ? 1 : store == Store::kFp8 ? 2 : 3;
   if (rest.size() != 2 * each + 3 || q.dimensions().size() != 3) return invalid("paged_attention: an operand is missing");

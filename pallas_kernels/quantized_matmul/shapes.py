@@ -56,6 +56,7 @@ def cases(dtype: Any) -> list[Case]:
                             "out_dtype": np.dtype(dtype).name,
                             "activation": activation,
                             "layer": None,
+                            "layout": None,
                         },
                         bytes=size(x, *fields, spec(dtype, work.step_tokens, outputs)),
                         flops=2 * work.step_tokens * outputs * inputs,

@@ -60,6 +60,14 @@ def test_operands_that_do_not_fit_are_an_error_and_no_crash():
         jax.block_until_ready(paged_attention(normal(1, 1, 1, 16), keys, keys, table, starts, lens, scale=1.0))
 
 
+def test_another_build_that_is_not_there_is_an_error(tmp_path):
+    environment = os.environ | {"JAXSERVE_CPU_LIBRARY": str(tmp_path / "kernels.so")}
+    command = [sys.executable, "-c", "import jaxserve.pallas_kernels"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"JAXSERVE_CPU_LIBRARY names '{tmp_path / 'kernels.so'}', and there is no such file" in done.stderr
+
+
 @pytest.mark.parametrize(("isa", "threads"), [("avx2", "1"), ("generic", "2")])
 def test_every_instruction_set_and_team(isa, threads):
     """The same tests in a process that may use less of the machine."""

@@ -50,14 +50,15 @@ def _reads_codes(graph: Graph, eqn: JaxprEqn, entry: Input) -> bool:
 def _pack(rewriter: Rewriter, readers: list[JaxprEqn]) -> list[Match | NoMatch]:
     """All readers of a weight take it in panels, or none does."""
     graph, first = rewriter.graph, readers[0]
-    format, shape = first.params["format"], first.params["shape"]
+    format, (outputs, inputs) = first.params["format"], first.params["shape"]
     entries = [graph.param_of(atom) for atom in first.invars[1 : 1 + len(format.fields)]]
     fields = [entry for entry in entries if entry is not None]
-    problem = layouts.refusal(format, *shape) or _problem(graph, readers, fields)
+    problem = layouts.refusal(format, outputs, inputs) or _problem(graph, readers, fields)
     if problem or len(fields) < len(entries):
         return [NoMatch(where(first), problem or "a part of the weight is computed, not a parameter")]
     packed, edits = [], []
-    for entry, (name, (panels, _)) in zip(fields, layouts.specs(format, *shape, "panels").items(), strict=True):
+    specs = layouts.specs(format, outputs, inputs, "panels")
+    for entry, (name, (panels, _)) in zip(fields, specs.items(), strict=True):
         packed.append(rewriter.add_input(_in_panels(entry, panels)))
         if panels != entry.aval.shape:
             edits.append(WeightEdit((entry.path,), (entry.path,), partial(_packed, name)))

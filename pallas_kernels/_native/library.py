@@ -31,6 +31,7 @@ def _library() -> ctypes.CDLL | None:
     for path in built:
         if path.exists():
             library = ctypes.CDLL(str(path))
+            library.jaxserve_profile_read.restype = ctypes.c_int64
             for name in CUSTOM_CALLS:
                 jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
             return library
@@ -40,6 +41,14 @@ def _library() -> ctypes.CDLL | None:
 def is_available() -> bool:
     """Whether the native kernels can run; the first question loads the library and registers its handlers."""
     return _library() is not None
+
+
+def native_library() -> ctypes.CDLL:
+    """The library; ImportError where it was not built."""
+    library = _library()
+    if library is None:
+        raise ImportError("the native kernels were not built")
+    return library
 
 
 def describe() -> str:

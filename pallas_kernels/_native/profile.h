@@ -1,4 +1,4 @@
-// What the calls of a process take, by name, while somebody asks: see profile.cc.
+// What the handlers' calls take, by name, while somebody asks (Python does, in profile.py).
 #pragma once
 
 #include <atomic>

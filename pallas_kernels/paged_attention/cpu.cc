@@ -110,10 +110,11 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
     }
   }
 
+  const int64_t floats = 2 * heads * width + JAXSERVE_DISPATCH(attend_floats, heads, width);
   Team::get().each(tokens * key_heads, [&](int64_t item, int) {
     const int64_t token = item / key_heads, key_head = item % key_heads;
     const int64_t at = (token * query_heads + key_head * heads) * head_dim;
-    float* const padded_q = static_cast<float*>(Team::scratch((heads * (2 * width + 2) + 32 * width) * sizeof(float), 1));
+    float* const padded_q = static_cast<float*>(Team::scratch(floats * sizeof(float), 1));
     float* const out = padded_q + heads * width;
     const int64_t s = std::upper_bound(start, start + seqs + 1, token) - start - 1;
     if (s < seqs) {

@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxserve.errors import UserError
 from jaxserve.passes.canonicalize import Canonicalize
+from jaxserve.passes.choose_layout import ChooseLayout
 from jaxserve.passes.fold_scales import FoldScales
 from jaxserve.passes.fuse_projections import FuseGateUp, FuseQkv
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
@@ -19,7 +20,7 @@ PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
         *(Canonicalize, LowerDenseMatmul, Prune, FoldScales, SmoothAttention, FuseQkv, FuseGateUp, QuantizeMatmul),
-        *(NarrowMatmul, StackLayers, InsertPagedKv),
+        *(NarrowMatmul, ChooseLayout, StackLayers, InsertPagedKv),
     )
 }
 
@@ -58,6 +59,8 @@ class Recipe:
             steps.append(f"quantize-matmul{{{','.join(filter(None, (f"rules='{all_rules}'", self.method)))}}}")
         if activations == "bf16":
             steps.append("narrow-matmul")
+        if all_rules:
+            steps.append("choose-layout")
         steps.append("stack-layers")
         steps.append(f"insert-paged-kv{{page={page},kv={kv or self.kv or activations}}}")
         return ",".join(steps)

@@ -6,6 +6,7 @@ import pytest
 from jaxserve.cli import main
 from jaxserve.models.resolve import resolve
 from jaxserve.pallas_kernels import QuantizedTensor
+from jaxserve.pallas_kernels.quantized_matmul.layout import pack
 from jaxserve.passes.recipes import find_recipe
 from jaxserve.rewritten import Rewritten, rewritten_model
 from tests.models.helpers import Runner, write_gguf
@@ -34,7 +35,8 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name):
     stored = checkpoint.read_native("layers_0/mlp/down_proj/kernel")
     assert isinstance(stored, QuantizedTensor)
     for field, array in stored.arrays.items():
-        np.testing.assert_array_equal(np.asarray(model.params[f"layers_0-1/mlp/down_proj/kernel/{field}"])[0], array)
+        found = np.asarray(model.params[f"layers_0-1/mlp/down_proj/kernel/{field}"])[0]
+        np.testing.assert_array_equal(found, pack(field, array))
 
 
 @pytest.mark.parametrize("name", ROUNDED_ACTIVATIONS)

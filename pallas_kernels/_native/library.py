@@ -20,15 +20,18 @@ CUSTOM_CALLS = ("jaxserve_kv_write", "jaxserve_paged_attention", "jaxserve_quant
 def _library() -> ctypes.CDLL | None:
     """The library with all handlers registered, or None where it was not built.
 
-    JAXSERVE_CPU_LIBRARY names another build.
+    JAXSERVE_CPU_LIBRARY names another build; ImportError if it is not there.
     """
     folder = pathlib.Path(__file__).parent
     built = [folder / f"kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    if "JAXSERVE_CPU_LIBRARY" in os.environ:
-        built = [pathlib.Path(os.environ["JAXSERVE_CPU_LIBRARY"])]
+    if asked := os.environ.get("JAXSERVE_CPU_LIBRARY"):
+        built = [pathlib.Path(asked)]
+        if not built[0].is_file():
+            raise ImportError(f"JAXSERVE_CPU_LIBRARY names {asked!r}, and there is no such file: unset it, or build it")
     for path in built:
         if path.exists():
             library = ctypes.CDLL(str(path))
+            library.jaxserve_profile_read.restype = ctypes.c_int64
             for name in CUSTOM_CALLS:
                 jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
             return library
@@ -38,6 +41,14 @@ def _library() -> ctypes.CDLL | None:
 def is_available() -> bool:
     """Whether the native kernels can run; the first question loads the library and registers its handlers."""
     return _library() is not None
+
+
+def native_library() -> ctypes.CDLL:
+    """The library; ImportError where it was not built."""
+    library = _library()
+    if library is None:
+        raise ImportError("the native kernels were not built")
+    return library
 
 
 def describe() -> str:

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "../_native/handler.h"
+#include "../_native/profile.h"
 #include "pool.h"
 
 namespace jaxserve {
@@ -103,6 +104,7 @@ ffi::Error write(const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& slots,
 }
 
 ffi::Error kv_write(ffi::RemainingArgs arrays, ffi::RemainingRets results, std::string_view format, int64_t layer) {
+  const Timed timed([] { return std::string("kv_write"); });
   const Store store = format == "int8" ? Store::kInt8 : format == "int4" ? Store::kInt4 : format == "fp8" ? Store::kFp8 : Store::kPlain;
   const std::size_t each = store == Store::kPlain ? 1 : store == Store::kFp8 ? 2 : 3;
   if (arrays.size() != 2 * each + 3 || results.size() != 2 * each) return invalid("kv_write: an operand is missing");

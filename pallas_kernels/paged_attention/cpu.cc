@@ -5,6 +5,7 @@
 
 #include "../_native/handler.h"
 #include "../_native/isa.h"
+#include "../_native/profile.h"
 #include "../_native/team.h"
 #include "../kv_write/pool.h"
 
@@ -72,6 +73,7 @@ Cache cache_of(const ffi::RemainingArgs& arrays, std::size_t at, std::size_t eac
 
 ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> o, float scale,
                            int64_t window, float softcap, std::string_view format, int64_t layer) {
+  const Timed timed([] { return std::string("paged_attention"); });
   const Store store = format == "int8" ? Store::kInt8 : format == "int4" ? Store::kInt4 : format == "fp8" ? Store::kFp8 : Store::kF32;
   const std::size_t each = store == Store::kF32 ? 1 : store == Store::kFp8 ? 2 : 3;
   if (rest.size() != 2 * each + 3 || q.dimensions().size() != 3) return invalid("paged_attention: an operand is missing");
@@ -108,10 +110,11 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
     }
   }
 
+  const int64_t floats = 2 * heads * width + JAXSERVE_DISPATCH(attend_floats, heads, width);
   Team::get().each(tokens * key_heads, [&](int64_t item, int) {
     const int64_t token = item / key_heads, key_head = item % key_heads;
     const int64_t at = (token * query_heads + key_head * heads) * head_dim;
-    float* const padded_q = static_cast<float*>(Team::scratch((heads * (2 * width + 2) + 32 * width) * sizeof(float), 1));
+    float* const padded_q = static_cast<float*>(Team::scratch(floats * sizeof(float), 1));
     float* const out = padded_q + heads * width;
     const int64_t s = std::upper_bound(start, start + seqs + 1, token) - start - 1;
     if (s < seqs) {

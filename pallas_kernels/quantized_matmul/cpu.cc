@@ -7,9 +7,11 @@
 // to the two scales, where factor is a second level of scales, or 1.
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "../_native/handler.h"
 #include "../_native/isa.h"
+#include "../_native/profile.h"
 #include "../_native/team.h"
 
 namespace jaxserve {
@@ -34,20 +36,30 @@ struct Weight {
   const void* channel;  // [O] of channel_type where activations are int8
   Type channel_type;
 
+  bool panels;  // whether it lies in panels of sixteen outputs (layout.py), and not row after row
+
   int64_t row_bytes() const { return inputs * bits / 8; }
   int64_t padded_group() const { return round_up(group, 32); }
   int64_t column() const { return 32 / bits; }  // inputs in four bytes of codes
   int64_t columns() const { return (inputs + column() - 1) / column(); }
-  // Points to one layer of a stack [L, O, ...].
-  void take_layer(int64_t layer) {
-    const auto skip = [&](const void* field, int64_t size) {
-      return field == nullptr ? nullptr : static_cast<const char*>(field) + layer * outputs * size;
-    };
-    codes += layer * outputs * row_bytes();
-    scale = skip(scale, groups * size_of(scale_type));
-    offsets = skip(offsets, groups * (offset == Offset::kZero ? 1 : size_of(scale_type)));
-    channel = skip(channel, size_of(channel_type));
+  Type offset_type() const { return offset == Offset::kZero ? Type::kU8 : scale_type; }
+
+  // Where the fields of an output begin; of a panel, those of its first.
+  const uint8_t* codes_at(int64_t output) const { return codes + output * row_bytes(); }
+  const void* scale_at(int64_t output) const { return at(scale, output * groups * size_of(scale_type)); }
+  const void* offset_at(int64_t output) const { return at(offsets, output * groups * size_of(offset_type())); }
+  // The same without the first outputs: [L, O, ...] without the first layers, if they are those of some layers.
+  Weight from_output(int64_t output) const {
+    Weight rest = *this;
+    rest.codes = codes_at(output);
+    rest.scale = scale_at(output);
+    rest.offsets = offset_at(output);
+    rest.channel = at(channel, output * size_of(channel_type));
+    return rest;
   }
+
+ private:
+  static const void* at(const void* field, int64_t bytes) { return field ? static_cast<const char*>(field) + bytes : nullptr; }
 };
 
 // How activations are laid out: float32 to meet one output at a time (kernel.inc), or to meet sixteen of them (panel.inc),
@@ -81,11 +93,13 @@ Type type_of(ffi::DataType type) {
 
 ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
                             ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t group, std::string_view offset, std::string_view activation,
-                            bool level2, int64_t layer) {
-  const auto shape = codes.dimensions(), groups = scale.dimensions();
+                            bool level2, std::string_view layout, int64_t layer) {
   const int64_t inputs = x.dimensions().back(), outputs = y->dimensions().back();
+  const Timed timed([&] { return "quantized_matmul int" + std::to_string(bits) + " [" + std::to_string(outputs) + ", " + std::to_string(inputs) + "]"; });
+  if (group <= 0) return invalid("quantized_matmul: a group is empty");
   Weight w{static_cast<const uint8_t*>(codes.untyped_data()), scale.untyped_data(), nullptr, outputs, inputs, group,
-           groups.back(), static_cast<int>(bits), Offset::kNone, type_of(scale.element_type()), nullptr, Type::kF32};
+           (inputs + group - 1) / group, static_cast<int>(bits), Offset::kNone, type_of(scale.element_type()), nullptr, Type::kF32,
+           layout == "panels"};
   std::size_t next = 0;
   if (offset != "none") {
     auto field = rest.get<ffi::AnyBuffer>(next++);
@@ -94,8 +108,7 @@ ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuff
     w.offset = offset == "zero" ? Offset::kZero : Offset::kMinimum;
     if (field->element_count() != scale.element_count()) return invalid("quantized_matmul: offsets and scales differ in shape");
   }
-  const std::size_t stacked = shape.size() == 3;
-  const int64_t layers = stacked ? shape[0] : 1;
+  const int64_t layers = codes.element_count() * 8 / std::max<int64_t>(outputs * inputs * bits, 1);
   const float* static_unit = nullptr;
   if (level2) {
     auto field = rest.get<ffi::AnyBuffer>(next++);
@@ -114,11 +127,11 @@ ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuff
     if (!field || field->element_count() != 1) return invalid("quantized_matmul: the scale of the activations is missing");
     static_unit = field->typed_data();
   }
-  const bool fits = shape.size() == 2 + stacked && groups.size() == shape.size() && layer >= 0 && layer < layers &&
-                    (!stacked || groups[0] == layers) && shape[stacked] == outputs && groups[stacked] == outputs && group > 0 &&
-                    shape.back() * 8 == inputs * bits && w.groups == (inputs + group - 1) / group;
+  const bool fits = layer >= 0 && layer < layers && static_cast<int64_t>(codes.element_count()) * 8 == layers * outputs * inputs * bits &&
+                    static_cast<int64_t>(scale.element_count()) == layers * outputs * w.groups;
   if (!fits) return invalid("quantized_matmul: the arrays of the weight do not fit x and the result");
-  w.take_layer(layer);
+  if (w.panels && (outputs % 16 || inputs % w.column())) return invalid("quantized_matmul: the weight cannot lie in panels");
+  w = w.from_output(layer * outputs);
 
   const int64_t rows = x.element_count() / inputs, padded_groups = round_up(w.groups, 16);
   const bool is_bf16 = x.element_type() == ffi::BF16, direct = y->element_type() == ffi::F32;
@@ -169,4 +182,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_quantized_matmul, jaxserve::quantized_mat
                                   .Attr<std::string_view>("offset")
                                   .Attr<std::string_view>("activation")
                                   .Attr<bool>("level2")
+                                  .Attr<std::string_view>("layout")
                                   .Attr<int64_t>("layer"));

@@ -25,6 +25,7 @@ def kernel(
     out_dtype: str,
     activation: str | None,
     layer: int | None,
+    layout: str | None,
 ) -> Callable[..., jax.Array] | Refusal:
     """The native kernel for this call, which adds up every row in one order, whatever it is batched with."""
     if x.dtype.name not in ACTIVATIONS or out_dtype not in ACTIVATIONS:
@@ -47,6 +48,7 @@ def kernel(
         offset=format.offset,
         activation=activation or "",
         level2=format.level2 is not None,
+        layout=layout or "",
         layer=np.int64(layer or 0),
     )
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxserve.pallas_kernels._axes import FLOATS, Axes
 from jaxserve.pallas_kernels._op import Op, Operand, spec_like
 from jaxserve.pallas_kernels.dense_matmul.op import reference as dense_reference
+from jaxserve.pallas_kernels.quantized_matmul import layout as layouts
 from jaxserve.pallas_kernels.quantized_matmul.format import QuantFormat
 
 ACTIVATIONS = (None, "int8", "int8-static", "e4m3")
@@ -78,14 +79,21 @@ def quantize_activation(x: Any, activation: str, scale: Any = None) -> tuple[Any
 
 
 def match_fields(
-    axes: Axes, arrays: tuple[Any, ...], format: QuantFormat, shape: tuple[int, int], layer: int | None = None
+    axes: Axes,
+    arrays: tuple[Any, ...],
+    format: QuantFormat,
+    shape: tuple[int, int],
+    layer: int | None = None,
+    layout: str | None = None,
 ) -> None:
-    """Checks the arrays of a quantized weight, or with a `layer` of several layers', against the format; TypeError
-    names the field that does not fit."""
+    """Checks the arrays of a quantized weight, or with a `layer` of several layers', against format and layout;
+    TypeError names the field that does not fit."""
+    if layout not in layouts.LAYOUTS:
+        raise axes.fail(f"layout must be one of {', '.join(map(str, layouts.LAYOUTS))}, got {layout!r}")
     if len(arrays) != len(format.fields):
         raise axes.fail(f"{format} takes the arrays {', '.join(format.fields)}, got {len(arrays)} arrays")
     try:
-        specs = format.specs(*shape)
+        specs = layouts.specs(format, *shape, layout)
     except ValueError as error:
         raise axes.fail(str(error)) from error
     stack: tuple[int, ...] = ()
@@ -97,7 +105,7 @@ def match_fields(
         if tuple(array.shape) != (*stack, *expected) or array.dtype != dtype:
             raise axes.fail(
                 f"{name} is {array.dtype.name} {list(array.shape)}, expected {dtype.name} {[*stack, *expected]} "
-                f"for a [{shape[0]}, {shape[1]}] weight in {format}"
+                f"for a [{shape[0]}, {shape[1]}] weight in {format}{f' and {layout}' if layout else ''}"
             )
 
 
@@ -113,18 +121,20 @@ def reference(
     out_dtype: str,
     activation: str | None,
     layer: int | None,
+    layout: str | None,
 ) -> Any:
     """Block after block of outputs, in a loop: written at once, XLA would dequantize every layer's weight ahead of its
     use and hold all of them."""
     outputs, inputs = shape
-    rows = min(outputs, max(1, _BLOCK // inputs))
+    unit = layouts.OUTPUTS if layout else 1  # outputs that lie together
+    rows = min(outputs, max(unit, _BLOCK // inputs // unit * unit))
     fields = dict(zip(format.fields, arrays, strict=False))
     if format.ordered:
         order = fields.pop("order")
         x = x[..., order if layer is None else order[layer]]
     first = 0
     if layer is not None:  # a block is cut out of the stack: taking the layer first would copy it
-        first, fields = layer * outputs, {name: array.reshape(-1, array.shape[-1]) for name, array in fields.items()}
+        first, fields = layer * outputs, {name: array.reshape(-1, *array.shape[2:]) for name, array in fields.items()}
     if activation is None:
         product, scale = partial(_product, x.astype(jnp.float32)), jnp.float32(1)
     else:
@@ -134,7 +144,7 @@ def reference(
 
     def block(index: Any, y: Any) -> Any:
         start = jnp.minimum(index * rows, outputs - rows)  # the last block may compute rows again, to the same numbers
-        part = {name: jax.lax.dynamic_slice_in_dim(array, first + start, rows) for name, array in fields.items()}
+        part = {name: layouts.rows(name, array, first + start, rows, layout) for name, array in fields.items()}
         found = product(part, format, inputs) * scale
         return jax.lax.dynamic_update_slice_in_dim(y, found.astype(out_dtype), start, axis=y.ndim - 1)
 
@@ -165,6 +175,7 @@ def shape_rule(
     out_dtype: str,
     activation: str | None,
     layer: int | None,
+    layout: str | None,
 ) -> jax.ShapeDtypeStruct:
     axes = Axes("quantized_matmul")
     if activation not in ACTIVATIONS:
@@ -176,7 +187,7 @@ def shape_rule(
         if arrays[-1].shape or arrays[-1].dtype != jnp.float32:
             raise axes.fail(f"the scale of x is {arrays[-1].dtype.name} {list(arrays[-1].shape)}, expected float32 []")
         arrays = arrays[:-1]
-    match_fields(axes, arrays, format, shape, layer)
+    match_fields(axes, arrays, format, shape, layer, layout)
     axes.check_float("out_dtype", out_dtype)
     return spec_like(x, shape=(*x.shape[:-1], shape[0]), dtype=jnp.dtype(out_dtype))
 
@@ -192,12 +203,13 @@ def quantized_matmul(
     out_dtype: DTypeLike | None = None,
     activation: str | None = None,
     layer: int | None = None,
+    layout: str | None = None,
 ) -> Float[Array, "*rows O"]:
     """y[..., o] = sum_i x[..., i] w[o, i] with w given by `arrays`, the fields of `format` in their order.
 
     w is computed in float32 (see `QuantFormat`) and not rounded; the product is accumulated in float32 and rounded once
     to `out_dtype` (x's dtype if None). `shape` is (O, I). With a `layer`, every array holds that of several layers,
-    [L, ...], and w is that one's.
+    [L, ...], and w is that one's. `layout` says in which order the arrays have their numbers (see `layout.py`).
 
     With an `activation`, y = s sum_i q[..., i] w[o, i] where q stands for x / s, in float32:
 
@@ -211,4 +223,5 @@ def quantized_matmul(
     Raises TypeError when an array or the layer does not fit.
     """
     out, size = jnp.dtype(out_dtype or x.dtype).name, (int(shape[0]), int(shape[1]))
-    return OP(x, *arrays, format=format, shape=size, out_dtype=out, activation=activation, layer=layer)
+    options = {"out_dtype": out, "activation": activation, "layer": layer, "layout": layout}
+    return OP(x, *arrays, format=format, shape=size, **options)

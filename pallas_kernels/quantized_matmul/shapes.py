@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxserve.pallas_kernels._shapes import STEPS, Case, normal, size, spec
+from jaxserve.pallas_kernels.quantized_matmul import layout as layouts
 from jaxserve.pallas_kernels.quantized_matmul.format import E4M3, QuantFormat
 
 FORMATS = (QuantFormat(8, None, "none", "float16"), QuantFormat(4, 64, "minimum", "float16"))
@@ -18,9 +19,11 @@ CALLS: tuple[tuple[QuantFormat, str | None], ...] = (
 """Formats of weights, and what activations are quantized to."""
 
 
-def field_specs(format: QuantFormat, outputs: int, inputs: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def field_specs(
+    format: QuantFormat, outputs: int, inputs: int, layout: str | None = None
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The arrays of a weight, as the ops take them."""
-    return tuple(spec(dtype, *shape) for shape, dtype in format.specs(outputs, inputs).values())
+    return tuple(spec(dtype, *shape) for shape, dtype in layouts.specs(format, outputs, inputs, layout).values())
 
 
 def random_fields(rng: np.random.Generator, fields: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[np.ndarray, ...]:
@@ -39,13 +42,14 @@ def random_fields(rng: np.random.Generator, fields: tuple[jax.ShapeDtypeStruct, 
 
 
 def cases(dtype: Any) -> list[Case]:
-    """Every kind of linear layer of a model under every workload, in every one of CALLS."""
+    """Every kind of linear layer of a model under every workload, in every one of CALLS, laid out as for a CPU."""
     found = []
     for step, model, work in STEPS:
         for kind, (outputs, inputs) in model.linears().items():
             x = spec(dtype, work.step_tokens, inputs)
             for format, activation in CALLS:
-                fields = field_specs(format, outputs, inputs)
+                layout = None if layouts.refusal(format, outputs, inputs) else "panels"
+                fields = field_specs(format, outputs, inputs, layout)
                 found.append(
                     Case(
                         f"{step} {kind} {format}{f' x {activation}' if activation else ''}",
@@ -56,6 +60,7 @@ def cases(dtype: Any) -> list[Case]:
                             "out_dtype": np.dtype(dtype).name,
                             "activation": activation,
                             "layer": None,
+                            "layout": layout,
                         },
                         bytes=size(x, *fields, spec(dtype, work.step_tokens, outputs)),
                         flops=2 * work.step_tokens * outputs * inputs,

@@ -14,12 +14,17 @@ def cases(dtype: Any) -> list[Case]:
     for step, model, work in STEPS:
         ids, rows = spec(np.int32, work.step_tokens), spec(dtype, work.step_tokens, model.width)
         for format in FORMATS:
-            fields = field_specs(format, model.vocab, model.width)
+            fields = field_specs(format, model.vocab, model.width, "panels")
             found.append(
                 Case(
                     f"{step} {format}",
                     specs=(ids, *fields),
-                    params={"format": format, "shape": (model.vocab, model.width), "dtype": np.dtype(dtype).name},
+                    params={
+                        "format": format,
+                        "shape": (model.vocab, model.width),
+                        "dtype": np.dtype(dtype).name,
+                        "layout": "panels",
+                    },
                     bytes=size(ids, rows) + format.nbytes(work.step_tokens, model.width),
                     flops=2 * work.step_tokens * model.width,
                     fill=lambda rng, ids=ids, fields=fields, vocab=model.vocab: (

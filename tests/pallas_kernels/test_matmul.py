@@ -12,6 +12,7 @@ from jaxserve.pallas_kernels import (
     quantized_matmul,
     quantized_take,
 )
+from jaxserve.pallas_kernels.quantized_matmul import layout
 from tests.pallas_kernels import oracles
 from tests.pallas_kernels.harness import (
     BF16,
@@ -65,6 +66,40 @@ def test_one_layer_of_several(implementation, format, activation):
     x, options = normal(3, 5, 80), {"format": format, "shape": (24, 80), "activation": activation}
     found = compute(implementation, quantized_matmul, x, *stacked, layer=1, **options)
     np.testing.assert_array_equal(found, compute(implementation, quantized_matmul, x, *arrays, **options))
+
+
+def in_panels(tensor):
+    """The arrays of a weight in the layout `panels`."""
+    return [layout.pack(name, array) for name, array in tensor.arrays.items()]
+
+
+PANELS = [format for format in FORMATS if layout.refusal(format, 48, 80) is None]
+
+
+@native_implementations
+class TestQuantizedMatmulOfPanels:
+    @pytest.mark.parametrize("format", PANELS, ids=str)
+    @pytest.mark.parametrize("activation", [None, "int8"])
+    @dtypes
+    @pytest.mark.parametrize("rows", [1, 11])
+    def test_has_the_bytes_of_row_after_row(self, implementation, format, activation, dtype, rows):
+        tensor, _ = weight(format, outputs=48)
+        x, options = normal(3, rows, 80, dtype=dtype), {"format": format, "shape": (48, 80), "activation": activation}
+        expected = compute(implementation, quantized_matmul, x, *tensor.arrays.values(), **options)
+        found = compute(implementation, quantized_matmul, x, *in_panels(tensor), **options, layout="panels")
+        np.testing.assert_array_equal(found, expected)
+
+    @pytest.mark.parametrize("format", PANELS, ids=str)
+    def test_one_layer_of_several(self, implementation, format):
+        tensor, _ = weight(format, outputs=48)
+        stacked = [np.stack([np.ones_like(array), array]) for array in in_panels(tensor)]
+        x, options = normal(3, 5, 80), {"format": format, "shape": (48, 80), "layout": "panels"}
+        if format.ordered:
+            stacked[-1][0] = np.arange(80)
+        found = compute(implementation, quantized_matmul, x, *stacked, layer=1, **options)
+        np.testing.assert_array_equal(
+            found, compute(implementation, quantized_matmul, x, *in_panels(tensor), **options)
+        )
 
 
 def test_a_layer_that_is_not_there():
@@ -213,12 +248,23 @@ class TestQuantizedTake:
         found = compute(implementation, quantized_take, ids, *tensor.arrays.values(), **options)
         assert_close(found, expected[ids], dtype, f32=1e-6)
 
-    def test_ids_outside_the_table_are_clipped(self, implementation):
-        tensor, expected = weight(QuantFormat(8, None, "none", "float32"))
-        options = {"format": tensor.format, "shape": tensor.shape, "dtype": F32}
-        ids = np.array([-1, 24, 10**6], np.int32)
-        found = compute(implementation, quantized_take, ids, *tensor.arrays.values(), **options)
-        assert_close(found, expected[[0, 23, 23]], F32)
+    @pytest.mark.parametrize("format", PANELS, ids=str)
+    def test_takes_rows_of_panels(self, implementation, format):
+        tensor, _ = weight(format, outputs=48)
+        ids = np.array([3, 0, 47, 17, 3], np.int32)
+        options = {"format": format, "shape": tensor.shape, "dtype": F32}
+        expected = compute(implementation, quantized_take, ids, *tensor.arrays.values(), **options)
+        found = compute(implementation, quantized_take, ids, *in_panels(tensor), **options, layout="panels")
+        np.testing.assert_array_equal(found, expected)
+
+    @pytest.mark.parametrize("panels", [False, True])
+    def test_ids_outside_the_table_are_clipped(self, implementation, panels):
+        tensor, expected = weight(QuantFormat(8, None, "none", "float32"), outputs=48)
+        options = {"format": tensor.format, "shape": tensor.shape, "dtype": F32, "layout": "panels" if panels else None}
+        arrays = in_panels(tensor) if panels else tensor.arrays.values()
+        ids = np.array([-1, 48, 10**6], np.int32)
+        found = compute(implementation, quantized_take, ids, *arrays, **options)
+        assert_close(found, expected[[0, 47, 47]], F32)
 
 
 def test_wrong_dense_calls_are_refused():
@@ -256,6 +302,13 @@ def test_wrong_quantized_calls_are_refused():
         quantized_matmul(x, codes, scale, minimum, np.array(1, np.float16), **options, activation="int8-static")
     with pytest.raises(TypeError, match="takes the arrays codes, scale, minimum, got 4 arrays"):
         quantized_matmul(x, codes, scale, minimum, np.array(STATIC), **options, activation="int8")
+    with pytest.raises(TypeError, match="layout must be one of None, panels, got 'rows'"):
+        quantized_matmul(x, codes, scale, minimum, **options, layout="rows")
+    with pytest.raises(TypeError, match="24 outputs are no multiple of 16"):
+        quantized_matmul(x, codes, scale, minimum, **options, layout="panels")
+    large = {"format": format, "shape": (48, 80), "layout": "panels"}
+    with pytest.raises(TypeError, match=r"codes is uint8 \[24, 40\], expected uint8 \[3, 10, 16, 4\] .* and panels"):
+        quantized_matmul(x, codes, scale, minimum, **large)
     with pytest.raises(TypeError, match=r"codes is uint8 \[23, 40\]"):
         quantized_take(np.zeros(2, np.int32), codes[:23], scale, minimum, **options, dtype=F32)
     with pytest.raises(TypeError, match="quantized_take: dtype must be a floating dtype, got int32"):

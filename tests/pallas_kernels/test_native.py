@@ -10,6 +10,8 @@ import pytest
 
 from jaxserve.pallas_kernels import QuantFormat, paged_attention, quantize_rtn, quantized_matmul
 from jaxserve.pallas_kernels._native import describe, is_available
+from jaxserve.pallas_kernels._native.profile import profiled
+from jaxserve.pallas_kernels.quantized_matmul import layout
 from tests.pallas_kernels.harness import F32, dtypes, normal
 
 # Those of SmolLM2's file and its head first; 12 inputs do not fill the words in which AVX-512 reads codes.
@@ -32,13 +34,19 @@ pytestmark = pytest.mark.skipif(not is_available(), reason=describe())
 
 @dtypes
 @pytest.mark.parametrize(("format", "activation"), CALLS, ids=str)
-def test_a_row_has_the_same_bytes_alone_and_among_others(format, activation, dtype):
-    tensor = quantize_rtn(normal(0, 200, 172), format)
-    x = normal(1, 67, 172, dtype=dtype)
+@pytest.mark.parametrize("panels", [False, True], ids=["rows", "panels"])
+def test_a_row_has_the_same_bytes_alone_and_among_others(format, activation, dtype, panels):
+    outputs, inputs = (208, 176) if panels else (200, 172)  # 200 outputs leave a panel half empty
+    if panels and (reason := layout.refusal(format, outputs, inputs)):
+        pytest.skip(reason)
+    tensor = quantize_rtn(normal(0, outputs, inputs), format)
+    arrays = [layout.pack(name, array) if panels else array for name, array in tensor.arrays.items()]
+    x = normal(1, 67, inputs, dtype=dtype)
     options = {"format": format, "shape": tensor.shape, "out_dtype": F32, "activation": activation}
-    together = np.asarray(quantized_matmul(x, *tensor.arrays.values(), **options))
+    options["layout"] = "panels" if panels else None
+    together = np.asarray(quantized_matmul(x, *arrays, **options))
     for rows in (1, 2, 5, 15, 32):
-        some = np.asarray(quantized_matmul(x[-rows:], *tensor.arrays.values(), **options))
+        some = np.asarray(quantized_matmul(x[-rows:], *arrays, **options))
         assert some.tobytes() == together[-rows:].tobytes()
 
 
@@ -58,6 +66,28 @@ def test_operands_that_do_not_fit_are_an_error_and_no_crash():
     starts, lens = np.array([0, 1], np.int32), np.array([1], np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="outside the pool"):
         jax.block_until_ready(paged_attention(normal(1, 1, 1, 16), keys, keys, table, starts, lens, scale=1.0))
+
+
+def test_a_profile_counts_the_calls_of_each_shape():
+    tensor = quantize_rtn(normal(0, 32, 64), FORMATS[0])
+    options = {"format": FORMATS[0], "shape": tensor.shape}
+    call = lambda: jax.block_until_ready(quantized_matmul(normal(1, 3, 64), *tensor.arrays.values(), **options))  # noqa: E731
+    call()
+    with profiled() as profile:
+        call()
+        call()
+        (found,) = profile.calls()
+    assert (found.name, found.count) == ("quantized_matmul int4 [32, 64]", 2) and found.seconds > 0
+    with profiled() as profile:
+        assert profile.calls() == []
+
+
+def test_another_build_that_is_not_there_is_an_error(tmp_path):
+    environment = os.environ | {"JAXSERVE_CPU_LIBRARY": str(tmp_path / "kernels.so")}
+    command = [sys.executable, "-c", "import jaxserve.pallas_kernels"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"JAXSERVE_CPU_LIBRARY names '{tmp_path / 'kernels.so'}', and there is no such file" in done.stderr
 
 
 @pytest.mark.parametrize(("isa", "threads"), [("avx2", "1"), ("generic", "2")])

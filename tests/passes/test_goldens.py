@@ -249,6 +249,7 @@ def attention_by_other_positions() -> Graph:
     return make_graph(function, {}, STEP)
 
 
+MIXED = "quantize-matmul{rules='q_proj=w4a16:g32;mlp=w4a16:g32;k_proj=w8a16:g32;o_proj=fp8;emb=w8a16;.*=w8a8:static'}"
 FOLD = "fold-scales{method=awq,scheme=w4a16}"
 FOLD_ALL = "fold-scales{targets=kernel}"
 two_layers = model(layers=2, heads=4, kv_heads=2, head_dim=8, width=32)
@@ -289,6 +290,8 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("narrow_matmul", "narrow-matmul", f"{DENSE},quantize-matmul{{rules='mlp=w8a16'}},narrow-matmul", narrowable),
     ("narrow_matmul_logit", "narrow-matmul", f"{DENSE},quantize-matmul{{rules='emb=w8a16'}},narrow-matmul", narrowable),
     ("narrow_matmul_negative", "narrow-matmul", "narrow-matmul", odd_readers),
+    ("choose_layout", "choose-layout", f"{DENSE},{MIXED},choose-layout", model(tied=True)),
+    ("choose_layout_negative", "choose-layout", "choose-layout", layers_that_do_not_stack),
     ("stack_layers", "stack-layers", STACKED, model(layers=3, width=64, mlp=64, qkv_bias=True)),
     ("stack_layers_negative", "stack-layers", "stack-layers", layers_that_do_not_stack),
     ("insert_paged_kv_window", "insert-paged-kv", "insert-paged-kv{page=4,kv=f32}", model(windows=(3,))),

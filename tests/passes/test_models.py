@@ -179,7 +179,7 @@ def assert_equals_dequantized(graph: Graph, result, source, ids, tolerance=1e-4)
 def without_paging(name: str, **options: Any) -> str:
     """A recipe's pipeline up to the quantized matmuls, with float32 activations."""
     passes = parse_spec(RECIPES[name].spec(activations="f32", **options))
-    return ",".join(map(str, select(passes, ["stack-layers", "insert-paged-kv"])))
+    return ",".join(map(str, select(passes, ["choose-layout", "stack-layers", "insert-paged-kv"])))
 
 
 @pytest.mark.parametrize(("name", "family"), [("w8a16", "llama_rope3"), ("w4a16", "qwen3"), ("w4a16", "qwen2")])

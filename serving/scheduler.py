@@ -105,12 +105,12 @@ class Scheduler:
 
     def _add_row(self, plan: StepPlan, seq: Sequence, count: int) -> int:
         start, end = seq.num_computed, seq.num_computed + count
-        sample = plan.kind == "step" and end == len(seq.tokens) + seq.num_pending
+        samples = int(plan.kind == "step" and end == len(seq.tokens) + seq.num_pending)
         tokens = () if seq.num_pending else tuple(seq.tokens[start:end])
-        plan.rows.append(Row(seq, seq.slot, start, count, tokens, sample, seq.num_sent))
+        plan.rows.append(Row(seq, seq.slot, start, count, tokens, samples, seq.num_sent))
         seq.num_sent = len(seq.blocks)
         seq.num_computed = end
-        seq.num_pending += sample
+        seq.num_pending += samples
         seq.in_flight += 1
         return count
 
@@ -224,46 +224,58 @@ class Scheduler:
 
     # ---- results
 
-    def confirm(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, int | None]]:
+    def confirm(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, range]]:
         """Takes the results of the oldest unconfirmed plan.
 
-        Returns every sequence with news, and the index of its row when its token was appended to seq.tokens, None when
-        it ended without one.
+        Returns every sequence with news, and which entries of the result were appended to its tokens: none when it
+        ended without one.
         """
-        news: list[tuple[Sequence, int | None]] = []
-        for i, row in enumerate(plan.rows):
-            seq = row.seq
+        news: list[tuple[Sequence, range]] = []
+        first = 0
+        for row in plan.rows:
+            seq, chosen = row.seq, range(first, first + row.samples)
+            first = chosen.stop
             seq.in_flight -= 1
-            seq.num_pending -= row.sample
+            seq.num_pending -= row.samples
             if seq.status is not Status.FINISHED:
                 if plan.kind == "score":
                     self._confirm_scores(row, result, news)
                 else:
-                    self._confirm_row(i, row, result, news)
+                    self._confirm_row(row, chosen, result, news)
             if not seq.in_flight and seq in self.leaving:
                 self._release(seq)
         return news
 
-    def _confirm_row(self, i: int, row: Row, result: StepResult, news: list[tuple[Sequence, int | None]]) -> None:
+    def _confirm_row(self, row: Row, chosen: range, result: StepResult, news: list[tuple[Sequence, range]]) -> None:
         seq = row.seq
-        if row.sample and not result.finite[i]:
-            self._fail(seq, news)
+        if not row.samples:
+            self._register_pages(seq, row.start + row.count)
             return
-        self._register_pages(seq, row.start + row.count)
-        if not row.sample:
-            return
-        token = result.tokens[i]
-        seq.tokens.append(token)
-        news.append((seq, i))
-        if token in seq.stop_ids and seq.num_outputs > seq.params.min_tokens:
-            self.finish(seq, "stop", token if token in seq.params.stop_token_ids else None)
-        elif seq.num_outputs >= seq.max_new:
-            self.finish(seq, "length")
+        generated = row.count_generated(result.tokens[chosen.start : chosen.stop])
+        seq.num_computed -= row.samples - generated
+        end: tuple[str, int | None] | None = None
+        for i in chosen[:generated]:
+            if not result.finite[i]:
+                self._fail(seq, chosen[: i - chosen.start], news)
+                return
+            token = result.tokens[i]
+            seq.tokens.append(token)
+            if token in seq.stop_ids and seq.num_outputs > seq.params.min_tokens:
+                end = "stop", token if token in seq.params.stop_token_ids else None
+            elif seq.num_outputs >= seq.max_new:
+                end = "length", None
+            if end:
+                generated = i + 1 - chosen.start
+                break
+        self._register_pages(seq, len(seq.tokens) - 1)
+        news.append((seq, chosen[:generated]))
+        if end:
+            self.finish(seq, *end)
 
-    def _confirm_scores(self, row: Row, result: StepResult, news: list[tuple[Sequence, int | None]]) -> None:
+    def _confirm_scores(self, row: Row, result: StepResult, news: list[tuple[Sequence, range]]) -> None:
         seq = row.seq
         if not all(result.finite[: row.count]):
-            self._fail(seq, news)
+            self._fail(seq, range(0), news)
             return
         self._register_pages(seq, row.start + row.count)
         number = seq.params.prompt_logprobs
@@ -271,11 +283,11 @@ class Scheduler:
             top = result.top[i][:number] if result.top else []
             seq.prompt_scores.append(TokenLogprob(seq.tokens[row.start + 1 + i], result.logprob[i], top))
         if len(seq.prompt_scores) == seq.prompt_len - 1 and seq.max_new == 0:
-            news.append((seq, None))
+            news.append((seq, range(0)))
             self.finish(seq, "length")
 
-    def _fail(self, seq: Sequence, news: list[tuple[Sequence, int | None]]) -> None:
-        news.append((seq, None))
+    def _fail(self, seq: Sequence, appended: range, news: list[tuple[Sequence, range]]) -> None:
+        news.append((seq, appended))
         self.finish(seq, "error", error="the model produced numbers that are not finite for this request")
 
     def _register_pages(self, seq: Sequence, confirmed: int) -> None:

@@ -291,7 +291,7 @@ def test_a_step_is_planned_before_the_last_ones_token_is_known():
     simulation = Simulation(LIMITS)
     [seq] = simulation.add(request([2, 3, 4], ignore_eos=True, max_tokens=3))
     first, second, third = simulation.turn(), simulation.turn(), simulation.turn()
-    assert first and first.rows[0].tokens == (2, 3, 4) and first.rows[0].sample
+    assert first and first.rows[0].tokens == (2, 3, 4) and first.rows[0].samples == 1
     assert second and second.rows[0].tokens == () and second.rows[0].start == 3
     assert third and third.rows[0].tokens == ()
     assert simulation.turn() is None  # the third token is on the way: nothing is planned past the end by length

@@ -2,19 +2,21 @@
 
 One thread owns scheduler and runner. Each turn: take in what arrived, schedule and dispatch step N+1, then wait for
 step N, confirm it, turn tokens into text and hand it over. So the device has step N+1 to do while the host does that.
+When proposals promise more than this overlap, step N is confirmed before N+1 is planned.
 """
 
 import logging
 import queue
 import threading
 import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.serving.blocks import BlockPool
 from jaxserve.serving.delivery import Delivery, OutputStream
-from jaxserve.serving.plan import Pending, Runner, StepPlan
-from jaxserve.serving.request import EngineClosed, GenerationRequest, Limits, Output
+from jaxserve.serving.plan import Pending, Runner, StepPlan, StepResult
+from jaxserve.serving.request import EngineClosed, GenerationRequest, Limits, Output, Sequence
 from jaxserve.serving.scheduler import Scheduler
+from jaxserve.serving.speculation import Speculation
 from jaxserve.serving.stats import PHASES, EngineObserver, NullObserver, PhaseTimes
 from jaxserve.text import Tokenizer
 
@@ -32,10 +34,12 @@ class Engine:
         observer: EngineObserver | None = None,
         *,
         prefix_caching: bool = True,
+        speculation: Speculation | None = None,
         hang_seconds: float = 60.0,
     ):
         self.limits = limits
-        self.scheduler = Scheduler(limits, BlockPool(limits.num_pages, limits.page_size, prefix_caching))
+        pool = BlockPool(limits.num_pages, limits.page_size, prefix_caching)
+        self.scheduler = Scheduler(limits, pool, speculation)
         self._runner = runner
         self._observer = observer or NullObserver()
         self._delivery = Delivery(self.scheduler, tokenizer, self._observer, self._forget)
@@ -45,6 +49,7 @@ class Engine:
         )
         self._phases = {name: PhaseTimes() for name in PHASES}
         self._used = 0.0  # processor seconds of the last dispatch
+        self._step_end = 0.0  # when the device had finished the last step that was confirmed
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._gate = threading.Lock()  # guards the next two: every stream that passes it is brought to an end
         self._closed: str | None = "the engine has not been started"
@@ -99,7 +104,8 @@ class Engine:
             self._thread.join(timeout)
 
     def stats(self) -> dict[str, Any]:
-        """running, waiting, kv_usage (0..1), prefix_queries and prefix_hits (tokens), preemptions, phases.
+        """running, waiting, kv_usage (0..1), prefix_queries and prefix_hits (tokens), preemptions, phases; speculation:
+        as Speculation.stats, or None.
 
         phases: seconds a step for each of PHASES: count, seconds, mean, max, and a histogram (buckets below bounds).
         'wait' is the device's time that nothing hid; 'host' is the sum of the others. 'processor' is the engine
@@ -115,6 +121,7 @@ class Engine:
             "prefix_hits": scheduler.pool.hit_tokens,
             "preemptions": scheduler.num_preemptions,
             "phases": {name: times.summary() for name, times in self._phases.items()},
+            "speculation": scheduler.speculation.stats() if scheduler.speculation else None,
         }
 
     @property
@@ -154,18 +161,22 @@ class Engine:
         self._delivery.hand_over()
 
     def _loop(self) -> None:
-        in_flight: tuple[StepPlan, Pending] | None = None
+        in_flight: _InFlight | None = None
         while not self._stopping:
             if in_flight is None and not self.scheduler.has_work:
                 self._busy_since = None
                 self._take_in(block=True)
             self._busy_since = time.monotonic()
             self._take_in(block=False)
-            begin = time.perf_counter()
+            begin, confirmed = time.perf_counter(), None
+            if in_flight is not None and self.scheduler.wants_results():
+                confirmed, in_flight = self._confirm(in_flight), None
             dispatched = self._dispatch_next()
             if in_flight is not None:
-                waited = self._collect(*in_flight)
-                self._record(host=time.perf_counter() - begin - waited)
+                confirmed = self._confirm(in_flight)
+            if confirmed is not None:
+                self._deliver(confirmed)
+                self._record(host=time.perf_counter() - begin - confirmed.waited)
             elif dispatched is None and self.scheduler.has_work:
                 raise RuntimeError("the scheduler has work, but nothing can run")
             in_flight = dispatched
@@ -182,7 +193,7 @@ class Engine:
                     self._delivery.cancel(stream)
         self._delivery.hand_over()
 
-    def _dispatch_next(self) -> tuple[StepPlan, Pending] | None:
+    def _dispatch_next(self) -> "_InFlight | None":
         begin, used = time.perf_counter(), time.thread_time()
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -195,28 +206,49 @@ class Engine:
             self._runner.copy_pages(plan.copies)
         prepared = time.perf_counter()
         pending = self._runner.dispatch(plan)
-        self._record(schedule=scheduled - begin, prepare=prepared - scheduled, dispatch=time.perf_counter() - prepared)
+        end = time.perf_counter()
+        self._record(schedule=scheduled - begin, prepare=prepared - scheduled, dispatch=end - prepared)
         self._used = time.thread_time() - used
-        return plan, pending
+        return _InFlight(plan, pending, prepared)
 
-    def _collect(self, plan: StepPlan, pending: Pending) -> float:
-        """Confirms and delivers a step; returns the seconds spent waiting for the device."""
+    def _confirm(self, step: "_InFlight") -> "_Confirmed":
         begin = time.perf_counter()
-        pending.wait()
+        step.pending.wait()
         waited, used = time.perf_counter(), time.thread_time()
-        result = pending.result()
-        news = self.scheduler.confirm(plan, result)
+        result = step.pending.result()
+        news = self.scheduler.confirm(step.plan, result)
         collected = time.perf_counter()
         self._record(processor=self._used + time.thread_time() - used)
-        now = time.monotonic()
-        for seq, entries in news:
-            self._delivery.send(seq, entries, result, now)
-        generated = sum(len(entries) for _, entries in news)
-        self._observer.step(plan.num_prompt_tokens, generated)
+        self._record(wait=waited - begin, collect=collected - waited)
+        if self.scheduler.speculation and step.plan.kind == "step" and not step.plan.num_prompt_tokens:
+            idle = step.begin - self._step_end
+            seconds = waited - max(step.begin, self._step_end)
+            self.scheduler.speculation.measured(step.plan.num_tokens, seconds, idle if idle > 0 else None)
+        self._step_end = waited
+        return _Confirmed(step.plan, result, news, waited - begin)
+
+    def _deliver(self, step: "_Confirmed") -> None:
+        begin, now = time.perf_counter(), time.monotonic()
+        for seq, entries in step.news:
+            self._delivery.send(seq, entries, step.result, now)
+        generated = sum(len(entries) for _, entries in step.news)
+        self._observer.step(step.plan.num_prompt_tokens, generated)
         self._delivery.hand_over()
-        self._record(wait=waited - begin, collect=collected - waited, deliver=time.perf_counter() - collected)
-        return waited - begin
+        self._record(deliver=time.perf_counter() - begin)
 
     def _record(self, **seconds: float) -> None:
         for name, value in seconds.items():
             self._phases[name].add(value)
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    pending: Pending
+    begin: float  # when it was handed to the device
+
+
+class _Confirmed(NamedTuple):
+    plan: StepPlan
+    result: StepResult
+    news: list[tuple[Sequence, range]]
+    waited: float  # seconds, for the device

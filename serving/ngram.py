@@ -34,6 +34,9 @@ class NgramProposer:
     def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         return {seq: self._index(seq).continuation(seq.tokens, count) for seq, count in wanted.items()}
 
+    def seconds(self, count: int) -> float:
+        return 0.0  # next to a step
+
     def learn(self, seq: Sequence, proposed: int, accepted: int) -> None:
         pass  # `_index` does
 

@@ -8,6 +8,7 @@ import collections
 import itertools
 import operator
 import statistics
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
@@ -54,6 +55,10 @@ class Proposer(Protocol):
         """Up to so many tokens to follow each sequence's tokens."""
         ...
 
+    def seconds(self, count: int) -> float:
+        """What it takes to propose `count` tokens in a row, of any number of sequences at once."""
+        ...
+
     def learn(self, seq: Sequence, proposed: int, accepted: int) -> None:
         """What became of the proposals of a step."""
         ...
@@ -91,11 +96,10 @@ class StepCosts:
         known = len(recent) >= _ENOUGH and self._steps - self._used[size] <= _STALE
         return statistics.median(recent) if known else None
 
-    def best_count(self, rows: int, gains: Seq[float], room: int, extra: float = 0.0) -> int:
+    def best_count(self, rows: int, gains: Seq[float], extra: Seq[float]) -> int:
         """How many proposals make the most tokens per second beside `rows` tokens that give one each.
 
-        The j-th proposal adds gains[j] expected tokens (falling). `room` bounds their number; `extra` seconds come with
-        any at all.
+        The j-th proposal adds gains[j] expected tokens (falling); j of them take extra[j] seconds beside the step.
         """
         best, speed, seconds = 0, 0.0, None
         for size in (size for size in self.sizes if size >= rows):
@@ -103,9 +107,10 @@ class StepCosts:
             if seconds is None:
                 return 0
             speed = speed or rows / seconds
-            count = min(size - rows, len(gains), room)
-            if count > best and (rows + sum(gains[:count])) / (seconds + extra) > speed:
-                best, speed = count, (rows + sum(gains[:count])) / (seconds + extra)
+            for count in range(best + 1, min(size - rows, len(gains)) + 1):
+                found = (rows + sum(gains[:count])) / (seconds + extra[count - 1])
+                if found > speed:
+                    best, speed = count, found
         return best
 
 
@@ -124,27 +129,36 @@ class Speculation:
         self.num_drafts = self.num_proposed = self.num_accepted = 0
         self.accepted_at = [0] * MOST_PROPOSALS  # accepted proposals by their place
         self._idle = 1e-3  # seconds that the device waits for the host when results are awaited
+        self._proposing = 0.0  # of the last proposals
 
     def worth_waiting(self, seqs: Seq[Sequence], rows: int, room: int) -> bool:
         """Whether to wait for the step in flight, of `rows` sequences, so that `seqs` can bring proposals to the next.
 
         The token in flight, not known here yet, must come as foreseen for the proposals after it to be right.
         """
-        gains = [gain for seq in seqs for gain in self._gains(seq, self.most + 1)[1:]]
-        return self.costs.best_count(rows, sorted(gains, reverse=True), room, self._idle) > 0
+        return bool(self._best({seq: self.most for seq in seqs}, rows, room, ahead=1))
 
     def propose(self, limits: Mapping[Sequence, int], rows: int, room: int) -> dict[Sequence, list[int]]:
         """Proposals for sequences whose tokens are all known, at most limits[seq] each and `room` in all, for a step
         that has `rows` rows without them."""
-        gains = [(gain, seq) for seq, limit in limits.items() for gain in self._gains(seq, min(limit, self.most))]
-        gains.sort(key=lambda gain: -gain[0])
-        count = self.costs.best_count(rows, [gain for gain, _ in gains], room)
-        wanted = collections.Counter(seq for _, seq in gains[:count])
-        return self.proposer.propose(wanted) if wanted else {}
+        wanted = self._best(limits, rows, room)
+        begin = time.perf_counter()
+        made = self.proposer.propose(wanted) if wanted else {}
+        self._proposing = time.perf_counter() - begin
+        return made
 
-    def _gains(self, seq: Sequence, count: int) -> list[float]:
-        """Expected tokens of each of the next `count` proposals, as many as there are."""
-        return list(itertools.accumulate(self.proposer.rates(seq)[: max(count, 0)], operator.mul))
+    def _best(self, limits: Mapping[Sequence, int], rows: int, room: int, ahead: int = 0) -> dict[Sequence, int]:
+        """How many proposals of each sequence to check; `ahead` steps from now."""
+        gains = []
+        for seq, limit in limits.items():
+            rates = self.proposer.rates(seq)[: max(0, min(limit, self.most)) + ahead]
+            products = itertools.accumulate(rates, operator.mul)
+            gains += [(gain, place, seq) for place, gain in enumerate(products, 1 - ahead) if place > 0]
+        gains = sorted(gains, key=lambda gain: -gain[0])[: max(0, room)]
+        depths = itertools.accumulate((place for _, place, _ in gains), max)
+        extra = [self._idle * ahead + self.proposer.seconds(depth) for depth in depths]
+        count = self.costs.best_count(rows, [gain for gain, _, _ in gains], extra)
+        return collections.Counter(seq for _, _, seq in gains[:count])
 
     def learn(self, seq: Sequence, proposed: int, accepted: int) -> None:
         """Of `proposed` tokens in a step the first `accepted` were."""
@@ -159,7 +173,7 @@ class Speculation:
         """A step without prompt tokens took `seconds`; `idle` of them the device waited for it, if it had to."""
         self.costs.add(tokens, seconds)
         if idle is not None:
-            self._idle += 0.1 * (idle - self._idle)
+            self._idle += 0.1 * (max(0.0, idle - self._proposing) - self._idle)
 
     def stats(self) -> dict[str, Any]:
         """num_drafts, num_proposed, num_accepted, accepted_at."""

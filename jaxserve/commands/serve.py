@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-tokens", type=int, default=0, help="use less KV cache than compiled for")
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt whole")
     parser.add_argument(
-        "--speculate", default="off", metavar="ngram|off",
-        help="check several tokens a step: ngram proposes what followed the last tokens before; answers stay the same "
-        "(default off)",
+        "--speculate", default="off", metavar="ngram|DIR|off",
+        help="check several tokens a step, which changes no answer: ngram proposes what followed the last tokens "
+        "before, DIR is the artifact of a draft model (default off)",
     )  # fmt: skip
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds that SIGTERM lets requests finish")
 

@@ -29,6 +29,9 @@ class Guesses:
         right = number < len(output) and self.random.random() < self.accuracy
         return output[number] if right else self.random.randrange(self.limits.vocab_size)
 
+    def seconds(self, count):
+        return 0.0
+
     def learn(self, seq, proposed, accepted):
         assert 0 <= accepted <= proposed
 
@@ -42,8 +45,8 @@ def guessing(limits: Limits, seed: int = 0, accuracy: float | None = None) -> Sp
     proposer = Guesses(limits, chance.random() if accuracy is None else accuracy, seed)
     speculation = Speculation(proposer, limits.row_sizes)
 
-    def best_count(rows, gains, room, extra=0.0):
-        most = max(0, min(len(gains), room))
+    def best_count(rows, gains, extra):
+        most = len(gains)
         return most if accuracy is not None else chance.randint(0, most)
 
     speculation.costs.best_count = best_count  # type: ignore[method-assign]

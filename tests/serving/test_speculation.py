@@ -10,6 +10,7 @@ from jaxserve.serving.request import GenerationRequest, Limits, SamplingParams, 
 from jaxserve.serving.speculation import Rate, Speculation, StepCosts, expected_tokens
 
 SIZES = (1, 2, 4, 8, 16)
+NOTHING = [0.0] * 15  # seconds beside a step
 LIMITS = Limits(8, 256, 16, 64, vocab_size=100, token_budget=64)
 
 
@@ -50,34 +51,34 @@ def brute_force(costs, rate, extra=0.0):
 @pytest.mark.parametrize("extra", [0.0, 2e-3])
 def test_one_sequence_brings_as_many_proposals_as_pay(rate, extra):
     costs = measured(**CHEAP)
-    count = costs.best_count(1, [rate**k for k in range(1, 16)], 15, extra)
+    count = costs.best_count(1, [rate**k for k in range(1, 16)], [extra] * 15)
     best, speed = brute_force(costs, rate, extra)
     assert speed(count) == pytest.approx(speed(best))
     assert (count == 0) == (best == 0)
 
 
 def test_what_does_not_pay_is_not_checked():
-    assert measured(s1=1, s2=2, s4=4, s8=8, s16=16).best_count(1, [0.9**k for k in range(1, 16)], 15) == 0
-    assert measured(s1=1, s2=1, s4=1, s8=1, s16=1).best_count(1, [0.1], 15) == 1
-    assert measured(s1=1, s2=1, s4=1, s8=1, s16=1).best_count(1, [0.9] * 15, 5) == 5
+    assert measured(s1=1, s2=2, s4=4, s8=8, s16=16).best_count(1, [0.9**k for k in range(1, 16)], NOTHING) == 0
+    assert measured(s1=1, s2=1, s4=1, s8=1, s16=1).best_count(1, [0.1], NOTHING) == 1
+    assert measured(s1=1, s2=1, s4=1, s8=1, s16=1).best_count(1, [0.9] * 5, NOTHING) == 5
 
 
 def test_rows_that_the_step_has_anyway_are_filled():
     """Five sequences run in a step of eight, in which three proposals cost nothing."""
-    assert measured(s8=1, s16=2).best_count(5, [0.1] * 9, 11) == 3
-    assert measured(s8=1, s16=1.8).best_count(5, [0.9] * 11, 11) == 11
+    assert measured(s8=1, s16=2).best_count(5, [0.1] * 9, NOTHING) == 3
+    assert measured(s8=1, s16=1.8).best_count(5, [0.9] * 11, NOTHING) == 11
 
 
 def test_nothing_is_tried_before_plain_steps_are_known_and_then_everything():
     costs = StepCosts(SIZES)
     gains = [0.5**k for k in range(1, 16)]
-    assert costs.best_count(1, gains, 15) == 0
+    assert costs.best_count(1, gains, NOTHING) == 0
     for _ in range(3):
         costs.add(1, 1.0)
-    assert costs.best_count(1, gains, 15) == 15
+    assert costs.best_count(1, gains, NOTHING) == 15
     for _ in range(3):
         costs.add(16, 10.0)
-    assert costs.best_count(1, gains, 15) == 7
+    assert costs.best_count(1, gains, NOTHING) == 7
     for _ in range(600):  # what was measured long ago is tried again
         costs.add(1, 1.0)
     assert costs.seconds(16) is None and costs.seconds(1) == 1.0
@@ -103,14 +104,17 @@ def test_a_rate_starts_at_its_prior_and_forgets():
 class Fixed:
     """Each sequence's rates and nothing else."""
 
-    def __init__(self, rates):
-        self.by_seq = rates
+    def __init__(self, rates, each=0.0):
+        self.by_seq, self.each = rates, each
 
     def rates(self, seq):
         return self.by_seq[seq]
 
     def propose(self, wanted):
         return {seq: [0] * count for seq, count in wanted.items()}
+
+    def seconds(self, count):
+        return self.each * count
 
     def learn(self, seq, proposed, accepted):
         pass
@@ -130,6 +134,19 @@ def test_the_best_proposals_of_all_sequences_share_the_step():
     assert {seq: len(tokens) for seq, tokens in made.items()} == {sure: 2, doubtful: 3}
     made = speculation.propose({sure: 0, doubtful: -1, none: 15}, 3, 13)
     assert made == {}
+
+
+def test_drafts_cost_by_their_depth():
+    """Two sequences share the draft's steps: four proposals of two take as long as two of one."""
+    one, two = sequence([1]), sequence([2])
+    speculation = Speculation(Fixed({one: [0.8] * 15, two: [0.8] * 15}, each=0.3), SIZES)
+    speculation.costs = measured(s1=1.0, s2=1.0, s4=1.0, s8=1.0, s16=1.0)
+    assert sum(map(len, speculation.propose({one: 15}, 1, 15).values())) == 3
+    made = speculation.propose({one: 15, two: 15}, 2, 14)
+    assert [len(tokens) for tokens in made.values()] == [3, 3]
+    expensive = Speculation(Fixed({one: [0.8] * 15}, each=1.0), SIZES)
+    expensive.costs = speculation.costs
+    assert expensive.propose({one: 15}, 1, 15) == {}
 
 
 def test_waiting_must_pay_for_itself():

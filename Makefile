@@ -1,5 +1,6 @@
 # make serve   from nothing to a server on http://127.0.0.1:8000
 # make test    environment, linters and the tests that CI runs
+# make spec-bench   the answers to Spec-Bench's 480 questions with and without speculative decoding
 # make sanitize   the tests of the native kernels, built with sanitizers
 # The environment is made once, and again only when pyproject.toml changes; nothing else needs the network.
 
@@ -19,7 +20,7 @@ INSTALLED_TEST := $(ENV)/.installed-test-$(VERSION)
 
 export PYTHON
 
-.PHONY: serve test pytest slow sanitize lint env clean distclean
+.PHONY: serve test pytest slow spec-bench sanitize lint env clean distclean
 
 serve: $(ARTIFACT)/manifest.json
 	$(ENV)/bin/jaxserve serve $(ARTIFACT) --host $(HOST) --port $(PORT) $(SERVE_FLAGS)
@@ -34,6 +35,9 @@ pytest: $(INSTALLED_TEST)
 
 slow: $(INSTALLED_TEST)
 	$(ENV)/bin/python -m pytest -m "slow and not peer and not gpu" $(PYTEST_FLAGS)
+
+spec-bench: $(INSTALLED_TEST)
+	$(ENV)/bin/python -m pytest tests/e2e/test_spec_bench.py $(PYTEST_FLAGS)
 
 sanitize: $(INSTALLED_TEST)
 	PYTHON=$(ENV)/bin/python tools/sanitize.sh

@@ -13,9 +13,9 @@ from pydantic.dataclasses import dataclass
 
 from jaxserve.errors import UserError
 
-SCHEMA = "2.0"
-"""`major.minor` of the manifests that this version writes; another major is refused. 2: layers share arrays, and a
-step's inputs and outputs are packed."""
+SCHEMA = "3.0"
+"""`major.minor` of the manifests that this version writes; another major is refused. 3: a step
+may choose several tokens of a sequence, which brings proposals."""
 
 
 class ArtifactError(UserError):

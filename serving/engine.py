@@ -1,67 +1,26 @@
-"""The loop that keeps the device busy, and the streams that carry its results to the HTTP side.
+"""The loop that keeps the device busy.
 
 One thread owns scheduler and runner. Each turn: take in what arrived, schedule and dispatch step N+1, then wait for
 step N, confirm it, turn tokens into text and hand it over. So the device has step N+1 to do while the host does that.
+When proposals promise more than this overlap, step N is confirmed before N+1 is planned.
 """
 
-import asyncio
-import dataclasses
 import logging
 import queue
 import threading
 import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.serving.blocks import BlockPool
-from jaxserve.serving.output import TextAssembler, prompt_logprobs, token_logprob
+from jaxserve.serving.delivery import Delivery, OutputStream
 from jaxserve.serving.plan import Pending, Runner, StepPlan, StepResult
-from jaxserve.serving.request import EngineClosed, GenerationRequest, Limits, Output, Sequence, Status, Usage
+from jaxserve.serving.request import EngineClosed, GenerationRequest, Limits, Output, Sequence
 from jaxserve.serving.scheduler import Scheduler
-from jaxserve.serving.stats import PHASES, EngineObserver, NullObserver, PhaseTimes, RequestTimings
+from jaxserve.serving.speculation import Speculation
+from jaxserve.serving.stats import PHASES, EngineObserver, NullObserver, PhaseTimes
 from jaxserve.text import Tokenizer
 
 log = logging.getLogger(__name__)
-
-
-class OutputStream:
-    """The outputs of one request, for one asyncio task. Ends after every choice has finished."""
-
-    def __init__(self, request: GenerationRequest, engine: "Engine"):
-        self.request = request
-        self.usage = Usage(prompt_tokens=len(request.prompt_ids))
-        self._engine = engine
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Output] = asyncio.Queue()
-        self._unread = request.n  # choices whose end has not been read
-        self._choices: list[_Choice] = []  # the engine thread's, like the next
-        self._ended: set[int] = set()  # choices whose end was queued
-        self._submitted = time.monotonic()
-
-    def __aiter__(self) -> "OutputStream":
-        return self
-
-    async def __anext__(self) -> Output:
-        if self._unread == 0:
-            raise StopAsyncIteration
-        output = await self._queue.get()
-        self._unread -= output.finish_reason is not None
-        self.usage.completion_tokens += len(output.token_ids)
-        return output
-
-    def cancel(self) -> None:
-        """Ends what has not ended, with finish_reason 'abort'; its pages are free within a step. From any thread."""
-        self._engine._inbox.put(("cancel", self))
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Choice:
-    seq: Sequence
-    stream: OutputStream
-    text: TextAssembler
-    prompt_sent: bool = False
-    admitted: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
 
 
 class Engine:
@@ -75,21 +34,22 @@ class Engine:
         observer: EngineObserver | None = None,
         *,
         prefix_caching: bool = True,
+        speculation: Speculation | None = None,
         hang_seconds: float = 60.0,
     ):
         self.limits = limits
-        self.scheduler = Scheduler(limits, BlockPool(limits.num_pages, limits.page_size, prefix_caching))
+        pool = BlockPool(limits.num_pages, limits.page_size, prefix_caching)
+        self.scheduler = Scheduler(limits, pool, speculation)
         self._runner = runner
-        self._tokenizer = tokenizer
         self._observer = observer or NullObserver()
+        self._delivery = Delivery(self.scheduler, tokenizer, self._observer, self._forget)
         self._hang_seconds = hang_seconds
         self._inbox: queue.SimpleQueue[tuple[Literal["submit", "cancel", "stop"], OutputStream | None]] = (
             queue.SimpleQueue()
         )
-        self._choices: dict[Sequence, _Choice] = {}
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, Output]]] = {}
         self._phases = {name: PhaseTimes() for name in PHASES}
         self._used = 0.0  # processor seconds of the last dispatch
+        self._step_end = 0.0  # when the device had finished the last step that was confirmed
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._gate = threading.Lock()  # guards the next two: every stream that passes it is brought to an end
         self._closed: str | None = "the engine has not been started"
@@ -110,7 +70,7 @@ class Engine:
         request.validate(self.limits)
         if self._hangs():
             raise EngineClosed("the engine does not respond")
-        stream = OutputStream(request, self)
+        stream = OutputStream(request, lambda stream: self._inbox.put(("cancel", stream)))
         with self._gate:
             if self._closed:
                 raise EngineClosed(self._closed)
@@ -144,7 +104,8 @@ class Engine:
             self._thread.join(timeout)
 
     def stats(self) -> dict[str, Any]:
-        """running, waiting, kv_usage (0..1), prefix_queries and prefix_hits (tokens), preemptions, phases.
+        """running, waiting, kv_usage (0..1), prefix_queries and prefix_hits (tokens), preemptions, phases; speculation:
+        as Speculation.stats, or None.
 
         phases: seconds a step for each of PHASES: count, seconds, mean, max, and a histogram (buckets below bounds).
         'wait' is the device's time that nothing hid; 'host' is the sum of the others. 'processor' is the engine
@@ -160,12 +121,17 @@ class Engine:
             "prefix_hits": scheduler.pool.hit_tokens,
             "preemptions": scheduler.num_preemptions,
             "phases": {name: times.summary() for name, times in self._phases.items()},
+            "speculation": scheduler.speculation.stats() if scheduler.speculation else None,
         }
 
     @property
     def phases(self) -> dict[str, PhaseTimes]:
         """Seconds a step of each of PHASES; the engine's thread goes on writing them."""
         return self._phases
+
+    def _forget(self, stream: OutputStream) -> None:
+        with self._gate:
+            self._open.discard(stream)
 
     def _hangs(self) -> bool:
         since = self._busy_since
@@ -190,23 +156,27 @@ class Engine:
             streams, self._open = self._open, set()
         self._busy_since = None
         for stream in streams:
-            for index in set(range(stream.request.n)) - stream._ended:
-                self._post(stream, Output(index, finish_reason=reason, error=error))
-        self._hand_over()
+            for index in set(range(stream.request.n)) - stream.ended:
+                self._delivery.post(stream, Output(index, finish_reason=reason, error=error))
+        self._delivery.hand_over()
 
     def _loop(self) -> None:
-        in_flight: tuple[StepPlan, Pending] | None = None
+        in_flight: _InFlight | None = None
         while not self._stopping:
             if in_flight is None and not self.scheduler.has_work:
                 self._busy_since = None
                 self._take_in(block=True)
             self._busy_since = time.monotonic()
             self._take_in(block=False)
-            begin = time.perf_counter()
+            begin, confirmed = time.perf_counter(), None
+            if in_flight is not None and self.scheduler.wants_results():
+                confirmed, in_flight = self._confirm(in_flight), None
             dispatched = self._dispatch_next()
             if in_flight is not None:
-                waited = self._collect(*in_flight)
-                self._record(host=time.perf_counter() - begin - waited)
+                confirmed = self._confirm(in_flight)
+            if confirmed is not None:
+                self._deliver(confirmed)
+                self._record(host=time.perf_counter() - begin - confirmed.waited)
             elif dispatched is None and self.scheduler.has_work:
                 raise RuntimeError("the scheduler has work, but nothing can run")
             in_flight = dispatched
@@ -217,28 +187,13 @@ class Engine:
             kind, stream = self._inbox.get()
             block = False
             if stream is not None:
-                self._accept(stream) if kind == "submit" else self._cancel(stream)
-        self._hand_over()
+                if kind == "submit":
+                    self._delivery.accept(stream, self.limits)
+                else:
+                    self._delivery.cancel(stream)
+        self._delivery.hand_over()
 
-    def _accept(self, stream: OutputStream) -> None:
-        request = stream.request
-        for index in range(request.n):
-            parent = stream._choices[0].seq if index else None
-            seq = Sequence.create(request, self.limits, index, parent)
-            choice = _Choice(seq, stream, TextAssembler(self._tokenizer, request.params))
-            stream._choices.append(choice)
-            self._choices[seq] = choice
-            self.scheduler.add(seq)
-            if seq.status is Status.FINISHED:
-                self._send_end(choice, Output(index))
-
-    def _cancel(self, stream: OutputStream) -> None:
-        for choice in stream._choices:
-            if choice.seq in self._choices:
-                self.scheduler.finish(choice.seq, "abort")
-                self._send_end(choice, Output(choice.seq.index))
-
-    def _dispatch_next(self) -> tuple[StepPlan, Pending] | None:
+    def _dispatch_next(self) -> "_InFlight | None":
         begin, used = time.perf_counter(), time.thread_time()
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -246,131 +201,54 @@ class Engine:
             return None
         for seq in plan.admits:
             self._runner.admit(seq)
-            choice = self._choices[seq]
-            choice.admitted = choice.admitted or time.monotonic()
-            if seq.index == 0:
-                choice.stream.usage.cached_tokens = seq.cached_tokens
+            self._delivery.admitted(seq)
         if plan.copies:
             self._runner.copy_pages(plan.copies)
         prepared = time.perf_counter()
         pending = self._runner.dispatch(plan)
-        self._record(schedule=scheduled - begin, prepare=prepared - scheduled, dispatch=time.perf_counter() - prepared)
+        end = time.perf_counter()
+        self._record(schedule=scheduled - begin, prepare=prepared - scheduled, dispatch=end - prepared)
         self._used = time.thread_time() - used
-        return plan, pending
+        return _InFlight(plan, pending, prepared)
 
-    def _collect(self, plan: StepPlan, pending: Pending) -> float:
-        """Confirms and delivers a step; returns the seconds spent waiting for the device."""
+    def _confirm(self, step: "_InFlight") -> "_Confirmed":
         begin = time.perf_counter()
-        pending.wait()
+        step.pending.wait()
         waited, used = time.perf_counter(), time.thread_time()
-        result = pending.result()
-        news = self.scheduler.confirm(plan, result)
+        result = step.pending.result()
+        news = self.scheduler.confirm(step.plan, result)
         collected = time.perf_counter()
         self._record(processor=self._used + time.thread_time() - used)
-        now = time.monotonic()
-        for seq, row in news:
-            self._send(self._choices[seq], row, result, now)
-        generated = sum(row is not None for _, row in news)
-        self._observer.step(plan.num_prompt_tokens, generated)
-        self._hand_over()
-        self._record(wait=waited - begin, collect=collected - waited, deliver=time.perf_counter() - collected)
-        return waited - begin
+        self._record(wait=waited - begin, collect=collected - waited)
+        if self.scheduler.speculation and step.plan.kind == "step" and not step.plan.num_prompt_tokens:
+            idle = step.begin - self._step_end
+            seconds = waited - max(step.begin, self._step_end)
+            self.scheduler.speculation.measured(step.plan.num_tokens, seconds, idle if idle > 0 else None)
+        self._step_end = waited
+        return _Confirmed(step.plan, result, news, waited - begin)
 
-    # ---- results
-
-    def _send(self, choice: _Choice, row: int | None, result: StepResult, now: float) -> None:
-        """Queues what one confirmed step brought for one choice, and looks for stop strings in it."""
-        seq = choice.seq
-        output = Output(seq.index)
-        if row is not None:
-            token = result.tokens[row]
-            output.token_ids.append(token)
-            if seq.params.logprobs is not None:
-                output.logprobs = [token_logprob(seq, row, result)]
-            ended_it = seq.finish_reason == "stop"  # an EOS or stop id: no stop string has been looked for yet
-            if not ended_it or seq.params.include_stop_str_in_output:
-                output.text, hit = choice.text.push(token, seq.num_outputs)
-                if hit is not None:
-                    self._stop_at(seq, hit)
-            self._clock_token(choice, now)
-        if seq.status is Status.FINISHED:
-            self._send_end(choice, output)
-        else:
-            self._queue_output(choice, output)
-
-    def _stop_at(self, seq: Sequence, stop: str) -> None:
-        """A stop string was completed, maybe by the token that also was the last one allowed."""
-        self.scheduler.finish(seq, "stop")
-        seq.finish_reason, seq.stop_reason = "stop", stop
-
-    def _send_end(self, choice: _Choice, output: Output) -> None:
-        """Queues the last output of a choice, with all text that was held back unless a stop string cut it off."""
-        seq = choice.seq
-        if not isinstance(seq.stop_reason, str):
-            text, hit = choice.text.flush()
-            output.text += text
-            if hit is not None and seq.finish_reason in ("stop", "length"):
-                self._stop_at(seq, hit)
-        output.finish_reason, output.stop_reason, output.error = seq.finish_reason, seq.stop_reason, seq.error
-        self._queue_output(choice, output)
-        del self._choices[seq]
-        stream = choice.stream
-        stream._ended.add(seq.index)
-        if len(stream._ended) == stream.request.n:
-            with self._gate:
-                self._open.discard(stream)
-        self._observer.request_finished(_timings(choice))
-
-    def _queue_output(self, choice: _Choice, output: Output) -> None:
-        if not choice.prompt_sent:
-            choice.prompt_sent = True
-            output.prompt_logprobs = prompt_logprobs(choice.seq)
-        self._post(choice.stream, output)
-
-    def _post(self, stream: OutputStream, output: Output) -> None:
-        self._outbox.setdefault(stream._loop, []).append((stream, output))
-
-    def _clock_token(self, choice: _Choice, now: float) -> None:
-        if choice.last_token is None:
-            choice.first_token = now
-            self._observer.first_token(now - choice.stream._submitted)
-        else:
-            self._observer.inter_token(now - choice.last_token)
-        choice.last_token = now
-
-    def _hand_over(self) -> None:
-        """One wake-up a loop, whatever the number of outputs."""
-        for loop, outputs in self._outbox.items():
-            try:
-                loop.call_soon_threadsafe(_deliver, outputs)
-            except RuntimeError:  # the loop is closed: nobody reads these streams any more
-                for stream, _ in outputs:
-                    stream.cancel()
-        self._outbox.clear()
+    def _deliver(self, step: "_Confirmed") -> None:
+        begin, now = time.perf_counter(), time.monotonic()
+        for seq, entries in step.news:
+            self._delivery.send(seq, entries, step.result, now)
+        generated = sum(len(entries) for _, entries in step.news)
+        self._observer.step(step.plan.num_prompt_tokens, generated)
+        self._delivery.hand_over()
+        self._record(deliver=time.perf_counter() - begin)
 
     def _record(self, **seconds: float) -> None:
         for name, value in seconds.items():
             self._phases[name].add(value)
 
 
-def _deliver(outputs: list[tuple[OutputStream, Output]]) -> None:
-    for stream, output in outputs:
-        stream._queue.put_nowait(output)
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    pending: Pending
+    begin: float  # when it was handed to the device
 
 
-def _timings(choice: _Choice) -> RequestTimings:
-    submitted, seq = choice.stream._submitted, choice.seq
-
-    def between(begin: float | None, end: float | None) -> float | None:
-        return None if begin is None or end is None else end - begin
-
-    return RequestTimings(
-        finish_reason=seq.finish_reason or "abort",
-        prompt_tokens=seq.prompt_len,
-        generated_tokens=seq.num_outputs,
-        queue=between(submitted, choice.admitted),
-        prefill=between(choice.admitted, choice.first_token),
-        decode=between(choice.first_token, choice.last_token),
-        first_token=between(submitted, choice.first_token),
-        end_to_end=time.monotonic() - submitted,
-    )
+class _Confirmed(NamedTuple):
+    plan: StepPlan
+    result: StepResult
+    news: list[tuple[Sequence, range]]
+    waited: float  # seconds, for the device

@@ -97,6 +97,18 @@ class _EngineState(Collector):
         yield self._total("prefix_cache_hits", "Prompt tokens found", stats["prefix_hits"])
         yield self._total("num_preemptions", "Sequences put back to be computed again", stats["preemptions"])
         yield self._phases(stats["phases"])
+        if stats.get("speculation"):
+            yield from self._speculation(stats["speculation"])
+
+    def _speculation(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
+        yield self._total("spec_decode_num_drafts", "Steps of sequences that brought proposals", stats["num_drafts"])
+        yield self._total("spec_decode_num_draft_tokens", "Tokens proposed", stats["num_proposed"])
+        yield self._total("spec_decode_num_accepted_tokens", "Proposed tokens accepted", stats["num_accepted"])
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted, by their place"
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", "position"])
+        for position, count in enumerate(stats["accepted_at"]):
+            family.add_metric([*self._labels, str(position)], count)
+        yield family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -1,6 +1,7 @@
 """What the scheduler hands to a runner and gets back. Plain Python: no jax."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence as Seq
 from typing import Literal, Protocol
 
@@ -13,7 +14,8 @@ class Row:
 
     tokens: the ids to feed, known to the host; () with count 1: feed the slot's `last_token`, which a step still in
         flight samples.
-    sample: choose the sequence's next token from the last position's logits.
+    samples: choose next tokens at so many of the last positions. 1: after the last one. K+1: the last K tokens are
+        proposals, and what is chosen after one of them counts if it and those before it were chosen themselves.
     pages_from: entries of `seq.blocks` from here on changed since its previous row (len(seq.blocks): none did).
     """
 
@@ -22,15 +24,24 @@ class Row:
     start: int
     count: int
     tokens: tuple[int, ...]
-    sample: bool
+    samples: int
     pages_from: int
+
+    @property
+    def proposals(self) -> tuple[int, ...]:
+        return self.tokens[1 - self.samples :] if self.samples > 1 else ()
+
+    def count_generated(self, chosen: list[int]) -> int:
+        """How many of the row's `chosen` tokens count: those up to the first that is not the proposal after it."""
+        held = zip(self.proposals, chosen, strict=False)
+        return 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], held)) if self.samples else 0
 
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
     """One step. The engine calls runner.admit for each of `admits`, then copy_pages, then dispatch.
 
-    kind 'step': many rows, at most token_budget tokens, at most one row a sequence.
+    kind 'step': many rows, at most token_budget tokens, at most one row a sequence, samples within limits.row_sizes.
     kind 'score': one row of at most score_budget tokens, never sampled; wanted are the log-probabilities of
         seq.tokens[start + 1 : start + 1 + count].
     copies: (source, destination) pages; no page is both, so any order and grouping of them is right.
@@ -46,6 +57,10 @@ class StepPlan:
         return sum(row.count for row in self.rows)
 
     @property
+    def num_samples(self) -> int:
+        return sum(row.samples for row in self.rows)
+
+    @property
     def num_prompt_tokens(self) -> int:
         rows = (row for row in self.rows if row.start < row.seq.prompt_len)
         return sum(min(row.count, row.seq.prompt_len - row.start) for row in rows)
@@ -53,10 +68,10 @@ class StepPlan:
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
-    """Plain Python lists. 'step': one entry a row (entries of rows that do not sample are ignored).
+    """Plain Python lists. 'step': `samples` entries a row, one row's after the other's.
     'score': one entry a token of its only row; tokens[i] is the target whose log-probability logprob[i] is.
 
-    top[i]: up to max_logprobs (id, logprob), best first; None when no row of the step wants any.
+    top[i]: up to max_logprobs (id, logprob), best first; None when nobody wants any.
     finite[i]: False when the logits held NaN or an infinity.
     """
 

@@ -11,6 +11,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 512  # characters; the scanner holds back up to this much text
 
 
+SPARE_ROWS = 16  # tokens that any step may choose, so that few sequences can bring proposals
+
+
 class InvalidRequest(ValueError):
     """The request itself is wrong. `param` names the field, `message` what is allowed. Becomes HTTP 400."""
 
@@ -58,6 +61,12 @@ class Limits:
     def pages_per_seq(self) -> int:
         """P: width of a block table."""
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """The sizes of steps without prompts: powers of two, and last the most tokens that a step chooses."""
+        most = max(self.max_num_seqs, min(SPARE_ROWS, self.token_budget))
+        return (*(2**n for n in range((most - 1).bit_length())), most)
 
 
 @dataclasses.dataclass(frozen=True)

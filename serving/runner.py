@@ -150,18 +150,18 @@ class Runner:
         np.take(self._tables, inputs["slots"], axis=0, out=inputs["block_tables"])
         if plan.kind == "score":
             return self._dispatch_score(plan.rows[0], bucket, packed, inputs["targets"])
-        inputs["sample"][: len(plan.rows)] = [row.sample for row in plan.rows]
-        wanted = [(row.seq.params.logprobs or 0) if row.sample else 0 for row in plan.rows]
-        return PendingStep(self._run(bucket, packed), len(plan.rows), wanted if any(wanted) else None)
+        inputs["samples"][: len(plan.rows)] = [row.samples for row in plan.rows]
+        wanted = [row.seq.params.logprobs or 0 for row in plan.rows for _ in range(row.samples)]
+        return PendingStep(self._run(bucket, packed), len(wanted), wanted if any(wanted) else None)
 
     def bucket_of(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that fits and is loaded; the smallest that fits while none is."""
-        tokens, longest = plan.num_tokens, max(row.count for row in plan.rows)
-        fitting = [bucket for bucket in self._buckets if bucket.fits(plan.kind, tokens, len(plan.rows), longest)]
+        tokens, seqs, samples = plan.num_tokens, len(plan.rows), plan.num_samples
+        fitting = [bucket for bucket in self._buckets if bucket.fits(plan.kind, tokens, seqs, samples)]
         if fitting:
             return next(filter(self._is_loaded, fitting), fitting[0])
         raise ValueError(
-            f"no bucket fits a {plan.kind} plan of {tokens} tokens in {len(plan.rows)} rows, {longest} in the longest; "
+            f"no bucket fits a {plan.kind} plan of {tokens} tokens in {seqs} rows that chooses {samples}; "
             f"there are {', '.join(f'{b.kind} {b.tokens}x{b.seqs}' for b in self._buckets)}"
         )
 

@@ -44,8 +44,11 @@ def sample(
     positions: Int32[Array, " S"],
     active: Bool[Array, " S"],
     limits: Limits,
+    earlier: Int32[Array, "S E"] | None = None,
 ) -> Samples:
     """The next token of each row: slot slots[s], whose new token will stand at absolute position positions[s].
+
+    earlier: tokens that penalties take as generated beside those that the state counts, -1 where unused.
 
     In this order: logit bias; repetition penalty over prompt and output (l > 0 ? l / r : l * r); presence and frequency
     penalties over the output (l - presence * [n > 0] - frequency * n); before min_length no stop id; then argmax when
@@ -65,7 +68,7 @@ def sample(
 
     def adjust(logits):
         logits = lax.cond(jnp.any(biased), lambda x: _add_bias(x, rows), lambda x: x, logits)
-        logits = lax.cond(jnp.any(penalized), lambda x: _penalize(x, rows, state, slots), lambda x: x, logits)
+        logits = lax.cond(jnp.any(penalized), lambda x: _penalize(x, rows, state, slots, earlier), lambda x: x, logits)
         return lax.cond(jnp.any(too_short), lambda x: _ban_stops(x, rows, too_short), lambda x: x, logits)
 
     def choose(logits):
@@ -137,8 +140,10 @@ def _at_ids(logits: Array, ids: Array) -> Any:
     return logits.at[jnp.arange(logits.shape[0])[:, None], jnp.where(ids < 0, logits.shape[1], ids)]
 
 
-def _penalize(logits: Array, rows: dict[str, Array], state: State, slots: Array) -> Array:
+def _penalize(logits: Array, rows: dict[str, Array], state: State, slots: Array, earlier: Array | None) -> Array:
     counts = jnp.take(state["counts"], slots, axis=0, mode="clip")
+    if earlier is not None:
+        counts = _at_ids(counts, earlier).add(1, mode="drop")
     in_prompt = jnp.take(state["prompt_mask"], slots, axis=0, mode="clip")
     repetition = rows["repetition"][:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)

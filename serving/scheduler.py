@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from jaxserve.serving.blocks import ROOT_KEY, BlockPool, page_key
 from jaxserve.serving.plan import Row, StepPlan, StepResult
 from jaxserve.serving.request import Limits, Sequence, Status, TokenLogprob
+from jaxserve.serving.speculation import Speculation
 
 
 class Scheduler:
@@ -22,9 +23,10 @@ class Scheduler:
     depends on the sequence's seed and positions alone, so it ends with the output it would have had.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool):
+    def __init__(self, limits: Limits, pool: BlockPool, speculation: Speculation | None = None):
         self.limits = limits
         self.pool = pool
+        self.speculation = speculation
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in order of admission
         self.leaving: set[Sequence] = set()  # finished or preempted, with a step in flight that uses their pages
@@ -87,6 +89,7 @@ class Scheduler:
             if budget and left > 1 and not seq.scoring:
                 budget -= self._add_row(plan, seq, min(left, budget))
         self._admit_waiting(plan, budget)
+        self._add_proposals(plan)
         if plan.admits and not plan.rows:  # only prompts to score came in
             return self._score_plan(plan.admits)
         return plan if plan.rows else None
@@ -97,20 +100,52 @@ class Scheduler:
             known = len(seq.tokens) + seq.num_pending
             if seq.num_computed != known - 1 or seq.scoring or seq.status is not Status.RUNNING:
                 continue
-            if known - seq.prompt_len >= seq.max_new:  # its last token is on the way
-                continue
+            if known - seq.prompt_len >= seq.max_new or seq.num_pending > 1:
+                continue  # its last token is on the way, or it is not known how many of its proposals hold
             if seq.num_computed < len(seq.blocks) * self.limits.page_size or self._grow(seq):
                 self._add_row(plan, seq, 1)
         return len(plan.rows)
 
+    def wants_results(self) -> bool:
+        """Whether the step in flight should be confirmed before the next is planned, for the sake of proposals."""
+        if self.speculation is None:
+            return False
+        if any(seq.num_pending > 1 for seq in self.running):
+            return True
+        decoding = [seq for seq in self.running if seq.num_pending == 1 and seq.num_outputs + 2 < seq.max_new]
+        return self.speculation.worth_waiting(decoding, len(decoding), self.limits.row_sizes[-1] - len(decoding))
+
+    def _add_proposals(self, plan: StepPlan) -> None:
+        """Proposals take what tokens, rows and free pages the plan has left: they displace nothing."""
+        rows = {row.seq: row for row in plan.rows if row.count == row.samples == 1 and row.tokens}
+        room = min(self.limits.token_budget - plan.num_tokens, self.limits.row_sizes[-1] - plan.num_samples)
+        if self.speculation is None or not rows or room <= 0:
+            return
+        limits = {seq: min(seq.max_new - seq.num_outputs - 1, self._free_positions(seq)) for seq in rows}
+        for seq, proposals in self.speculation.propose(limits, plan.num_samples, room).items():
+            row, count = rows[seq], len(proposals)
+            row.tokens += tuple(proposals)
+            row.count += count
+            row.samples += count
+            seq.num_computed += count
+            seq.num_pending += count
+            missing = -(-seq.num_computed // self.limits.page_size) - len(seq.blocks)
+            seq.blocks += self._take(max(0, missing))
+            seq.num_sent = len(seq.blocks)
+
+    def _free_positions(self, seq: Sequence) -> int:
+        """How far the sequence can grow without any other giving way, if a page each is enough for them."""
+        spare = self.pool.num_free // max(1, len(self.running))
+        return (len(seq.blocks) + spare) * self.limits.page_size - seq.num_computed
+
     def _add_row(self, plan: StepPlan, seq: Sequence, count: int) -> int:
         start, end = seq.num_computed, seq.num_computed + count
-        sample = plan.kind == "step" and end == len(seq.tokens) + seq.num_pending
+        samples = int(plan.kind == "step" and end == len(seq.tokens) + seq.num_pending)
         tokens = () if seq.num_pending else tuple(seq.tokens[start:end])
-        plan.rows.append(Row(seq, seq.slot, start, count, tokens, sample, seq.num_sent))
+        plan.rows.append(Row(seq, seq.slot, start, count, tokens, samples, seq.num_sent))
         seq.num_sent = len(seq.blocks)
         seq.num_computed = end
-        seq.num_pending += sample
+        seq.num_pending += samples
         seq.in_flight += 1
         return count
 
@@ -224,46 +259,60 @@ class Scheduler:
 
     # ---- results
 
-    def confirm(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, int | None]]:
+    def confirm(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, range]]:
         """Takes the results of the oldest unconfirmed plan.
 
-        Returns every sequence with news, and the index of its row when its token was appended to seq.tokens, None when
-        it ended without one.
+        Returns every sequence with news, and which entries of the result were appended to its tokens: none when it
+        ended without one.
         """
-        news: list[tuple[Sequence, int | None]] = []
-        for i, row in enumerate(plan.rows):
-            seq = row.seq
+        news: list[tuple[Sequence, range]] = []
+        first = 0
+        for row in plan.rows:
+            seq, chosen = row.seq, range(first, first + row.samples)
+            first = chosen.stop
             seq.in_flight -= 1
-            seq.num_pending -= row.sample
+            seq.num_pending -= row.samples
             if seq.status is not Status.FINISHED:
                 if plan.kind == "score":
                     self._confirm_scores(row, result, news)
                 else:
-                    self._confirm_row(i, row, result, news)
+                    self._confirm_row(row, chosen, result, news)
             if not seq.in_flight and seq in self.leaving:
                 self._release(seq)
         return news
 
-    def _confirm_row(self, i: int, row: Row, result: StepResult, news: list[tuple[Sequence, int | None]]) -> None:
+    def _confirm_row(self, row: Row, chosen: range, result: StepResult, news: list[tuple[Sequence, range]]) -> None:
         seq = row.seq
-        if row.sample and not result.finite[i]:
-            self._fail(seq, news)
+        if not row.samples:
+            self._register_pages(seq, row.start + row.count)
             return
-        self._register_pages(seq, row.start + row.count)
-        if not row.sample:
-            return
-        token = result.tokens[i]
-        seq.tokens.append(token)
-        news.append((seq, i))
-        if token in seq.stop_ids and seq.num_outputs > seq.params.min_tokens:
-            self.finish(seq, "stop", token if token in seq.params.stop_token_ids else None)
-        elif seq.num_outputs >= seq.max_new:
-            self.finish(seq, "length")
+        generated = row.count_generated(result.tokens[chosen.start : chosen.stop])
+        seq.num_computed -= row.samples - generated
+        if row.samples > 1 and self.speculation:
+            self.speculation.learn(seq, row.samples - 1, generated - 1)
+        end: tuple[str, int | None] | None = None
+        for i in chosen[:generated]:
+            if not result.finite[i]:
+                self._fail(seq, chosen[: i - chosen.start], news)
+                return
+            token = result.tokens[i]
+            seq.tokens.append(token)
+            if token in seq.stop_ids and seq.num_outputs > seq.params.min_tokens:
+                end = "stop", token if token in seq.params.stop_token_ids else None
+            elif seq.num_outputs >= seq.max_new:
+                end = "length", None
+            if end:
+                generated = i + 1 - chosen.start
+                break
+        self._register_pages(seq, len(seq.tokens) - 1)
+        news.append((seq, chosen[:generated]))
+        if end:
+            self.finish(seq, *end)
 
-    def _confirm_scores(self, row: Row, result: StepResult, news: list[tuple[Sequence, int | None]]) -> None:
+    def _confirm_scores(self, row: Row, result: StepResult, news: list[tuple[Sequence, range]]) -> None:
         seq = row.seq
         if not all(result.finite[: row.count]):
-            self._fail(seq, news)
+            self._fail(seq, range(0), news)
             return
         self._register_pages(seq, row.start + row.count)
         number = seq.params.prompt_logprobs
@@ -271,11 +320,11 @@ class Scheduler:
             top = result.top[i][:number] if result.top else []
             seq.prompt_scores.append(TokenLogprob(seq.tokens[row.start + 1 + i], result.logprob[i], top))
         if len(seq.prompt_scores) == seq.prompt_len - 1 and seq.max_new == 0:
-            news.append((seq, None))
+            news.append((seq, range(0)))
             self.finish(seq, "length")
 
-    def _fail(self, seq: Sequence, news: list[tuple[Sequence, int | None]]) -> None:
-        news.append((seq, None))
+    def _fail(self, seq: Sequence, appended: range, news: list[tuple[Sequence, range]]) -> None:
+        news.append((seq, appended))
         self.finish(seq, "error", error="the model produced numbers that are not finite for this request")
 
     def _register_pages(self, seq: Sequence, confirmed: int) -> None:
@@ -290,6 +339,8 @@ class Scheduler:
     # ---- leaving
 
     def _leave(self, seq: Sequence) -> None:
+        if self.speculation:
+            self.speculation.proposer.forget(seq)
         self.running.remove(seq)
         self.leaving.add(seq)
         if not seq.in_flight:

@@ -6,13 +6,19 @@ import sys
 from collections.abc import Callable, Iterator
 
 from jaxserve.artifact import open_artifact
+from jaxserve.errors import UserError
 from jaxserve.manifest import Manifest
+from jaxserve.serving.draft import DraftProposer
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits, compiled_limits, load_runner, serving_limits
+from jaxserve.serving.ngram import NgramProposer
 from jaxserve.serving.request import Limits
 from jaxserve.serving.runner import Runner, keep_freed_memory
+from jaxserve.serving.speculation import Speculation
 from jaxserve.serving.stats import EngineObserver
 from jaxserve.text import Tokenizer, load_tokenizer
+
+SPECULATE = ("off", "ngram")
 
 
 class Session:
@@ -28,17 +34,74 @@ class Session:
         sys.setswitchinterval(2e-4)
         self.runner: Runner = load_runner(artifact, report)
         self.tokenizer: Tokenizer = load_tokenizer(artifact.tokenizer)
+        self.drafts: dict[pathlib.Path, Runner] = {}  # of the draft models that were asked for
+        self._report = report
 
-    def engine(self, observer: EngineObserver | None = None, *, prefix_caching: bool = True) -> Engine:
+    def engine(
+        self,
+        observer: EngineObserver | None = None,
+        *,
+        prefix_caching: bool = True,
+        speculation: Speculation | None = None,
+    ) -> Engine:
         """A new engine, not started. The one before it must have stopped."""
-        return Engine(self.runner, self.tokenizer, self.limits, observer, prefix_caching=prefix_caching)
+        return Engine(
+            self.runner,
+            self.tokenizer,
+            self.limits,
+            observer,
+            prefix_caching=prefix_caching,
+            speculation=speculation,
+        )
+
+    def speculation(self, proposer: str) -> Speculation | None:
+        """For `engine`, with the proposer that --speculate names: one of SPECULATE, or the folder of a draft."""
+        if proposer == "off":
+            return None
+        if proposer == "ngram":
+            return Speculation(NgramProposer(), self.limits.row_sizes)
+        folder = pathlib.Path(proposer)
+        if not folder.is_dir():
+            raise UserError(f"--speculate {proposer}: allowed are {', '.join(SPECULATE)}, or the folder of a draft")
+        return Speculation(self._draft(folder), self.limits.row_sizes)
+
+    def _draft(self, folder: pathlib.Path) -> DraftProposer:
+        """The artifact in `folder` as a draft; UserError when its tokens are not the target's."""
+        artifact = open_artifact(folder)
+        _check_same_tokens(folder, load_tokenizer(artifact.tokenizer), self.tokenizer)
+        limits = compiled_limits(artifact.manifest)
+        if limits.vocab_size != self.limits.vocab_size:
+            raise UserError(
+                f"--speculate {folder}: the draft knows {limits.vocab_size} tokens, the target "
+                f"{self.limits.vocab_size}; a draft must share the target's tokenizer"
+            )
+        if folder not in self.drafts:
+            self.drafts[folder] = load_runner(artifact, self._report)
+        return DraftProposer(self.drafts[folder], limits)
 
     @contextlib.contextmanager
-    def running(self, *, prefix_caching: bool = True) -> Iterator[Engine]:
+    def running(self, *, prefix_caching: bool = True, speculation: Speculation | None = None) -> Iterator[Engine]:
         """A started engine, stopped at the end of the block."""
-        engine = self.engine(prefix_caching=prefix_caching)
+        engine = self.engine(prefix_caching=prefix_caching, speculation=speculation)
         engine.start()
         try:
             yield engine
         finally:
             engine.stop()
+
+
+def _check_same_tokens(folder: pathlib.Path, draft: Tokenizer, target: Tokenizer) -> None:
+    """UserError unless every id stands for the same bytes in both."""
+    reason = ""
+    if draft.vocab_size != target.vocab_size:
+        reason = f"it knows {draft.vocab_size} tokens, the target's {target.vocab_size}"
+    else:
+        for token in range(target.vocab_size):
+            ours, theirs = target.token_bytes(token), draft.token_bytes(token)
+            if ours != theirs:
+                reason = f"its token {token} is {theirs!r}, the target's {ours!r}"
+                break
+    if reason:
+        raise UserError(
+            f"--speculate {folder}: the draft has another tokenizer: {reason}; compile a draft that shares it"
+        )

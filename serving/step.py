@@ -18,6 +18,7 @@ from jaxtyping import Array, Int32
 from jaxserve.serving.request import Limits
 from jaxserve.serving.sampler import Samples, sample, score
 from jaxserve.serving.state import State
+from jaxserve.serving.verify import accept, count_accepted, earlier_proposals, logit_rows, proposals
 
 Arrays = dict[str, Array]
 Forward = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Array]]
@@ -40,8 +41,9 @@ FORWARD_ARGS = (
 class Bucket:
     """The static size of a step program: at most `tokens` tokens of at most `seqs` sequences.
 
-    tokens == seqs is a decode bucket: every row has at most one token, which lets the model treat token t as row t.
-    A 'score' bucket has one row and yields log-probabilities of given targets at every token instead of a new token.
+    A step chooses at most `seqs` tokens: one a sequence, or more for those that bring proposals. In a decode bucket
+    (tokens == seqs) that is one for every token. A 'score' bucket has one row and yields log-probabilities of given
+    targets at every token instead of a new token.
     """
 
     kind: Literal["step", "score"]
@@ -57,25 +59,22 @@ class Bucket:
         """R: rows of logits that forward must return."""
         return self.tokens if self.kind == "score" else self.seqs
 
-    def fits(self, kind: str, tokens: int, seqs: int, longest: int) -> bool:
-        """Whether a plan of `seqs` rows, `tokens` tokens in all and `longest` in one row can run in this bucket."""
-        one_each = kind == "step" and self.decode
-        return kind == self.kind and tokens <= self.tokens and seqs <= self.seqs and (longest <= 1 or not one_each)
+    def fits(self, kind: str, tokens: int, seqs: int, samples: int) -> bool:
+        """Whether a plan of `seqs` rows and `tokens` tokens, which chooses `samples` tokens, can run in this bucket."""
+        return kind == self.kind and tokens <= self.tokens and max(seqs, samples) <= self.seqs
 
 
 def default_buckets(limits: Limits) -> tuple[Bucket, ...]:
-    """Decode buckets at the powers of four, mixed buckets at the powers of two from 32 tokens, one score bucket.
+    """Decode buckets of limits.row_sizes, mixed buckets at the powers of two from 32 tokens, one score bucket.
 
-    Some bucket fits every plan within the limits. A decode step's time hardly depends on its rows while it is bound by
-    reading weights, so fewer buckets cost little there and save compiling them. Small mixed buckets have few rows: a
-    lone short prompt should not pay for the logits of max_num_seqs rows.
+    Some bucket fits every plan within the limits. Small mixed buckets have few rows: a lone short prompt should not pay
+    for the logits of max_num_seqs rows.
     """
-    most, budget = limits.max_num_seqs, limits.token_budget
-    steps = [Bucket("step", size, size) for size in _powers(4, 1, most)]
+    most, budget = limits.row_sizes[-1], limits.token_budget
+    steps = {Bucket("step", size, size) for size in limits.row_sizes}
     *small, largest = _powers(2, 32, budget)
-    steps += [Bucket("step", tokens, min(most, tokens // 4)) for tokens in small]
-    if budget > 1:
-        steps.append(Bucket("step", largest, min(most, largest - 1)))
+    steps |= {Bucket("step", tokens, min(most, tokens // 4)) for tokens in small}
+    steps.add(Bucket("step", largest, most))
     return (*sorted(steps), Bucket("score", limits.score_budget, 1))
 
 
@@ -89,7 +88,8 @@ def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruc
 
     tokens [T]: rows packed one after the other; -1 is the last token of the row's slot. slots [S]: unused rows come
     last and point at the scratch slot max_num_seqs. query_counts [S]: tokens of each row. block_tables [S, P]. Step
-    buckets: sample [S]: 1 where a next token is to be chosen from the row's last position. Score buckets: targets [T].
+    buckets: samples [S]: at how many of the row's last positions a next token is to be chosen, at most R in all; the
+    tokens there are proposals but for the first of them. Score buckets: targets [T].
     """
     shapes = {
         "tokens": (bucket.tokens,),
@@ -97,7 +97,7 @@ def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruc
         "query_counts": (bucket.seqs,),
         "block_tables": (bucket.seqs, limits.pages_per_seq),
     }
-    shapes |= {"targets": (bucket.tokens,)} if bucket.kind == "score" else {"sample": (bucket.seqs,)}
+    shapes |= {"targets": (bucket.tokens,)} if bucket.kind == "score" else {"samples": (bucket.seqs,)}
     return {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in shapes.items()}
 
 
@@ -147,31 +147,46 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
 
     forward(params, caches, args) -> (caches, logits [R, padded vocab] float32), with args as in forward_specs.
     packed: the inputs, as InputLayout unpacks them.
-    outputs: the samples of the S rows, or the scores of the T targets, as pack_outputs packs them.
+    outputs: the samples of the R rows, or the scores of the T targets, as pack_outputs packs them. Of a sequence that
+    brought proposals the host drops the samples after the first that is not the proposal that followed it.
     """
 
     layout = InputLayout.of(bucket, limits)
 
     def step(params: Arrays, caches: Arrays, state: State, packed: Array) -> tuple[Arrays, State, Arrays]:
         inputs = layout.unpack(packed)
-        slots, counts = inputs["slots"], inputs["query_counts"]
         args = expand_inputs(inputs, state, bucket, limits)
         caches, logits = forward(params, caches, args)
-        lengths = args["context_lens"]
-        state = state | {"length": state["length"].at[slots].add(counts)}
         if bucket.kind == "score":
+            state = state | {"length": state["length"].at[inputs["slots"]].add(inputs["query_counts"])}
             return caches, state, pack_outputs(_scores(logits[:, : limits.vocab_size], inputs["targets"], limits))
-        active = inputs["sample"] != 0
-        samples = sample(logits, state, slots, lengths, active, limits)
-        # Rows that do not sample write back what is there: all padding rows share the scratch slot.
-        last = jnp.where(active, samples.tokens, jnp.take(state["last_token"], slots, mode="clip"))
-        state = state | {
-            "last_token": state["last_token"].at[slots].set(last),
-            "counts": state["counts"].at[slots, samples.tokens].add(active.astype(jnp.int32)),
-        }
+        samples, state = _choose(logits, inputs, args, state, limits)
         return caches, state, pack_outputs(samples)
 
     return step
+
+
+def _choose(logits: Array, inputs: Arrays, args: Arrays, state: State, limits: Limits) -> tuple[Samples, State]:
+    """The samples of the R rows, and the state after those of them that are accepted."""
+    slots, counts, wanted = (inputs[name] for name in ("slots", "query_counts", "samples"))
+    rows = logit_rows(wanted, args["query_starts"][1:], logits.shape[0])
+    row_slots = slots.at[rows.sequence].get(mode="fill", fill_value=limits.max_num_seqs)
+    positions = args["positions"][rows.token] + 1
+    proposed = proposals(args["tokens"], rows)
+    earlier = earlier_proposals(proposed, rows)
+    samples = sample(logits, state, row_slots, positions, rows.used, limits, earlier)
+    accepted = accept(samples.tokens, proposed, rows)
+    generated = count_accepted(accepted, rows, slots.shape[0])
+    # What rejected proposals wrote to the cache lies past the length, and is written over.
+    length = counts - wanted + generated
+    newest = jnp.take(samples.tokens, jnp.cumsum(wanted) - wanted + generated - 1, mode="clip")
+    # Rows that do not sample write back what is there: all padding rows share the scratch slot.
+    last = jnp.where(generated > 0, newest, jnp.take(state["last_token"], slots, mode="clip"))
+    return samples, state | {
+        "length": state["length"].at[slots].add(length),
+        "last_token": state["last_token"].at[slots].set(last),
+        "counts": state["counts"].at[row_slots, samples.tokens].add(accepted.astype(jnp.int32)),
+    }
 
 
 def pack_outputs(samples: Samples) -> Arrays:
@@ -205,12 +220,12 @@ def expand_inputs(inputs: Arrays, state: State, bucket: Bucket, limits: Limits) 
     real = index < ends[-1]
     row = jnp.minimum(segments, bucket.seqs - 1)
     positions = jnp.where(real, rows["length"][row] + index - starts[row], 0)
-    last_rows = jnp.maximum(ends - 1, 0)
+    score = bucket.kind == "score"
     return {
         "tokens": jnp.where(tokens < 0, rows["last_token"][row], tokens),
         "positions": positions,
         "segments": jnp.where(real, segments, bucket.seqs),
-        "logit_rows": index if bucket.kind == "score" else last_rows,
+        "logit_rows": index if score else logit_rows(inputs["samples"], ends, bucket.logit_rows).token,
         "kv_slots": jnp.where(real, _kv_slots(inputs["block_tables"], row, positions, limits), -1),
         "block_tables": inputs["block_tables"],
         "query_starts": starts,

@@ -31,7 +31,14 @@ ALLOWED: dict[str, set[str]] = {
     "passes": BASE | {"pallas_kernels"},
     "serving": BASE | STORED | {"pallas_kernels", "text"},
 }
-WITHOUT_JAX = ("serving.request", "serving.blocks", "serving.plan", "serving.scheduler")
+WITHOUT_JAX = (
+    "serving.request",
+    "serving.blocks",
+    "serving.plan",
+    "serving.scheduler",
+    "serving.speculation",
+    "serving.ngram",
+)
 UNSTABLE = ("jax.extend", "jax.interpreters", "jax._src")
 
 

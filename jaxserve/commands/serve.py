@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=0, help="accept shorter sequences than compiled for")
     parser.add_argument("--kv-tokens", type=int, default=0, help="use less KV cache than compiled for")
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt whole")
+    parser.add_argument(
+        "--speculate", default="off", metavar="ngram|DIR|off",
+        help="check several tokens a step, which changes no answer: ngram proposes what followed the last tokens "
+        "before, DIR is the artifact of a draft model (default off)",
+    )  # fmt: skip
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds that SIGTERM lets requests finish")
 
 
@@ -53,7 +58,11 @@ def run(options: argparse.Namespace) -> int:
 
     generation, names = session.manifest.generation, options.served_model_name or [session.manifest.model.name]
     metrics = Metrics(names[0])
-    engine = session.engine(metrics, prefix_caching=not options.no_prefix_caching)
+    engine = session.engine(
+        metrics,
+        prefix_caching=not options.no_prefix_caching,
+        speculation=session.speculation(options.speculate),
+    )
     api_key = options.api_key or os.environ.get("JAXSERVE_API_KEY") or None
     defaults = {k: v for k, v in generation.items() if k in SAMPLING_DEFAULTS and v is not None}
     app = create_app(

@@ -1,5 +1,6 @@
 """rms_norm: definition, shape rule, XLA reference."""
 
+import math
 from typing import Any
 
 import jax
@@ -9,10 +10,28 @@ from jaxtyping import Array, Float
 from jaxserve.pallas_kernels._axes import FLOATS, Axes
 from jaxserve.pallas_kernels._op import Op, Operand, spec_like
 
+_LANES = 64
+
+
+def _row_sums(x: Any) -> Any:
+    """sum over the last axis, added up in one order however many rows there are.
+
+    XLA:CPU orders a reduction by the shape of its operand, which would make a row depend on its company. So nothing is
+    reduced here: slices of the row are added lane by lane, then halves of the lanes. It is faster, too.
+    """
+    lanes = math.gcd(x.shape[-1], _LANES)
+    first, *others = (x[..., at : at + lanes] for at in range(0, x.shape[-1], lanes))
+    # The barrier keeps the sums of slices from being computed anew for each of the halves.
+    sums = jax.lax.optimization_barrier(sum(others, first))
+    while lanes > 1:
+        lanes //= 2
+        sums = sums[..., :lanes] + sums[..., lanes:]
+    return sums
+
 
 def reference(x: Any, weight: Any, *, eps: float, plus_one: bool) -> Any:
     wide = x.astype(jnp.float32)
-    normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    normal = wide * jax.lax.rsqrt(_row_sums(wide * wide) / x.shape[-1] + eps)
     if plus_one:
         return (normal * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
     return normal.astype(x.dtype) * weight.astype(x.dtype)

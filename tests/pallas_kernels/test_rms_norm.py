@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 
@@ -46,3 +47,13 @@ def test_shape_errors_name_the_operand():
         rms_norm(x, np.zeros(7, F32), eps=1e-5)
     with pytest.raises(TypeError, match="rms_norm: x has dtype int32, expected float32 or"):
         rms_norm(np.zeros((2, 8), np.int32), np.zeros(8, F32), eps=1e-5)
+
+
+@pytest.mark.parametrize("width", [576, 64, 96, 100])
+def test_a_row_does_not_depend_on_its_company(width):
+    x = np.random.default_rng(width).normal(0, 3, (32, width)).astype(np.float32)
+    weight = np.random.default_rng(1).normal(1, 0.1, width).astype(np.float32)
+    norm = jax.jit(lambda x: rms_norm(x, weight, eps=1e-5))
+    alone = np.concatenate([norm(row[None]) for row in x])
+    for rows in (2, 4, 8, 32):
+        np.testing.assert_array_equal(norm(x[:rows]), alone[:rows])

@@ -5,7 +5,8 @@ import dataclasses
 import pathlib
 import typing
 
-from jaxserve.serving.engine import Engine, OutputStream
+from jaxserve.serving.delivery import OutputStream
+from jaxserve.serving.engine import Engine
 from jaxserve.serving.plan import Runner
 from jaxserve.serving.request import GenerationRequest, Limits, Output, SamplingParams
 from jaxserve.text.pieces import LeadingSpace

@@ -7,7 +7,7 @@ early or not copied changes the output.
 import hashlib
 from collections.abc import Sequence as Seq
 
-from jaxserve.serving.plan import StepPlan, StepResult
+from jaxserve.serving.plan import Row, StepPlan, StepResult
 from jaxserve.serving.request import Limits, SamplingParams, Sequence, resolve_seed
 
 UNWRITTEN = -1
@@ -104,8 +104,13 @@ class FakeRunner:
                 assert (page, offset) not in written
                 written.add((page, offset))
                 self.pages[page][offset] = token
-            self.length[row.slot] += row.count
-        return Done(self._scores(plan) if plan.kind == "score" else self._samples(plan))
+        if plan.kind == "score":
+            self.length[plan.rows[0].slot] += plan.rows[0].count
+            return Done(self._scores(plan))
+        result = StepResult([], [], [], [])
+        for row in plan.rows:
+            self._sample(row, result)
+        return Done(result)
 
     def _check(self, plan: StepPlan) -> None:
         limits = self.limits
@@ -113,6 +118,7 @@ class FakeRunner:
         assert plan.num_tokens <= (limits.token_budget if plan.kind == "step" else limits.score_budget)
         assert len({row.slot for row in plan.rows}) == len(plan.rows) <= limits.max_num_seqs
         assert plan.kind == "step" or len(plan.rows) == 1
+        assert sum(row.samples for row in plan.rows) <= limits.row_sizes[-1]
         for row in plan.rows:
             assert self.loaded[row.slot] is row.seq
             assert row.start == self.length[row.slot]
@@ -128,20 +134,23 @@ class FakeRunner:
         places = [self._place(slot, position) for position in range(length)]
         return tuple(self.pages[page][offset] for page, offset in places)
 
-    def _samples(self, plan: StepPlan) -> StepResult:
-        result = StepResult([], [], [], [])
-        for row in plan.rows:
-            seq, prefix = row.seq, self._prefix(row.slot, row.start + row.count)
+    def _sample(self, row: Row, result: StepResult) -> None:
+        """Appends a row's samples. Its slot goes on from the first of them that is not the proposal after it."""
+        seq, end = row.seq, row.start + row.count
+        self.length[row.slot] = end - row.samples
+        going_on = True
+        for length in range(end - row.samples + 1, end + 1):
+            prefix = self._prefix(row.slot, length)
             banned = seq.stop_ids if len(prefix) - seq.prompt_len < seq.params.min_tokens else frozenset()
-            token = next_token(prefix, seq.seed, self.limits, banned) if row.sample else -7
-            if row.sample:
-                self.last_token[row.slot] = token
+            token = next_token(prefix, seq.seed, self.limits, banned)
             result.tokens.append(token)
             result.logprob.append(token_logprob(prefix, token))
             assert result.top is not None
             result.top.append(top_logprobs(prefix, self.limits))
             result.finite.append(prefix[-1] not in self.not_finite)
-        return result
+            if going_on:
+                self.length[row.slot], self.last_token[row.slot] = length, token
+                going_on = length < end and self._prefix(row.slot, length + 1)[-1] == token
 
     def _scores(self, plan: StepPlan) -> StepResult:
         [row] = plan.rows

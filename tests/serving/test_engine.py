@@ -17,6 +17,7 @@ from tests.serving.engine_support import (
     until,
 )
 from tests.serving.fake_device import FakeRunner, token_logprob, top_logprobs
+from tests.serving.proposals import guessing
 
 
 def test_concurrent_requests_equal_the_same_alone():
@@ -131,3 +132,76 @@ def test_what_can_be_known_is_refused_at_once():
         return await read(engine.submit(request([2])))
 
     assert serve(main)[0].token_ids
+
+
+def test_proposals_change_no_answer():
+    """Stop strings and ids, EOS, max_tokens, min_tokens, log-probabilities: all in the middle of accepted proposals."""
+    stops = ((), ("a",), ("ab", "q"), ("cd", "é", "b c"))
+    asked = [
+        request(
+            [2 + i % 5] * (1 + i * 7 % 20),
+            n=1 + i % 2,
+            max_tokens=1 + i * 5 % 23,
+            seed=i,
+            stop=stops[i % 4],
+            ignore_eos=i % 2 == 0,
+            stop_token_ids=(9,) if i % 4 == 0 else (),
+            min_tokens=min(3, i * 5 % 23) if i % 3 == 0 else 0,
+            logprobs=1 if i % 2 else None,
+        )
+        for i in range(40)
+    ]
+
+    async def main(engine):
+        answers = await asyncio.gather(*(read(engine.submit(each)) for each in asked))
+        await until(lambda: engine.stats()["kv_usage"] == 0)
+        seen = [
+            (each.text, each.token_ids, each.logprobs, each.last.finish_reason, each.last.stop_reason)
+            for choices in answers
+            for each in choices
+        ]
+        return seen, engine.stats()["speculation"]
+
+    plain, nothing = serve(main)
+    assert nothing is None
+    for accuracy in (0.6, 1.0):
+        answers, stats = serve(main, speculation=guessing(LIMITS, accuracy=accuracy))
+        assert answers == plain
+        assert 0 < stats["num_accepted"] <= stats["num_proposed"]
+
+
+def test_tokens_after_a_stop_string_are_taken_back():
+    full = request([2, 3, 4], max_tokens=14, ignore_eos=True, seed=3)
+    [plain] = serve_one(full)
+    asked = dataclasses.replace(full, params=dataclasses.replace(full.params, stop=(plain.text[3:5],)))
+
+    async def main(engine):
+        stream = engine.submit(asked)
+        [choice] = await read(stream)
+        return choice, stream.usage.completion_tokens
+
+    choice, counted = serve(main, speculation=guessing(LIMITS, accuracy=1.0))
+    [wanted] = serve_one(asked)
+    assert (choice.token_ids, choice.text, choice.last.stop_reason) == (
+        wanted.token_ids,
+        wanted.text,
+        wanted.last.stop_reason,
+    )
+    assert counted == len(wanted.token_ids) < 14
+
+
+def test_not_finite_in_the_middle_of_proposals_keeps_the_tokens_before():
+    plain = request([2, 3], max_tokens=10, ignore_eos=True)
+    [free] = serve_one(plain)
+    poison = free.token_ids[4]
+    runners = [FakeRunner(LIMITS), FakeRunner(LIMITS)]
+    for runner in runners:
+        runner.not_finite = {poison}
+
+    async def main(engine):
+        return await read(engine.submit(plain))
+
+    [wanted] = serve(main, runners[0])
+    [got] = serve(main, runners[1], speculation=guessing(LIMITS, accuracy=1.0))
+    assert (got.token_ids, got.text, got.last.error) == (wanted.token_ids, wanted.text, wanted.last.error)
+    assert 0 < len(got.token_ids) <= 5

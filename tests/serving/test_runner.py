@@ -5,7 +5,6 @@ import dataclasses
 import subprocess
 import sys
 import time
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 
 from jaxserve.serving.blocks import BlockPool
-from jaxserve.serving.plan import StepPlan
 from jaxserve.serving.request import GenerationRequest, SamplingParams, Sequence
 from jaxserve.serving.runner import CompileCounter
 from jaxserve.serving.scheduler import Scheduler
 from jaxserve.serving.step import Bucket, default_buckets
 from tests.serving import toy_model as toy
+from tests.serving.toy_model import step
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +31,6 @@ def runner(compiled):
     runner.warmup()
     yield runner
     runner.close()
-
-
-def step(*rows, kind: Literal["step", "score"] = "step"):
-    return StepPlan(kind, list(rows), [], [])
 
 
 def test_warmup_leaves_no_trace(compiled):
@@ -52,7 +47,7 @@ def test_prefill_and_decode_dispatched_ahead_of_their_results(runner):
     two = toy.make_sequence("b", [7, 7, 7], 0, [30])
     runner.admit(one)
     runner.admit(two)
-    pending = [runner.dispatch(step(toy.make_row(one, 0, 4, sample=False), toy.make_row(two, 0, 3)))]
+    pending = [runner.dispatch(step(toy.make_row(one, 0, 4, samples=0), toy.make_row(two, 0, 3)))]
     pending.append(
         runner.dispatch(
             step(toy.make_row(two, 3, 1, from_state=True, pages_from=1), toy.make_row(one, 4, 2, pages_from=2))
@@ -69,9 +64,10 @@ def test_prefill_and_decode_dispatched_ahead_of_their_results(runner):
     results = [p.result() for p in pending]
     assert [r.tokens[0] for r in results[2:]] == toy.generate([3, 1, 4, 1, 5, 9], 3)[1:]
     assert results[1].tokens[1] == toy.checksum([3, 1, 4, 1, 5, 9])
-    made = [results[0].tokens[1], results[1].tokens[0], results[2].tokens[1], results[3].tokens[1]]
+    made = [results[0].tokens[0], results[1].tokens[0], results[2].tokens[1], results[3].tokens[1]]
     assert made == toy.generate([7, 7, 7], 4)
-    assert all(type(r.tokens[0]) is int and r.finite == [True, True] and r.top is None for r in results)
+    assert all(type(r.tokens[0]) is int and all(r.finite) and r.top is None for r in results)
+    assert [len(r.finite) for r in results] == [1, 2, 2, 2]
 
 
 def test_a_slot_taken_over_sees_only_its_new_sequence(runner):
@@ -115,10 +111,10 @@ def test_logprobs_are_cut_to_what_each_row_asked_for(runner):
     for slot, logprobs in enumerate((None, 2, 0, 3)):
         seq = toy.make_sequence(str(slot), prompt, slot, [slot], logprobs=logprobs)
         runner.admit(seq)
-        rows.append(toy.make_row(seq, 0, 3, sample=slot != 3))
+        rows.append(toy.make_row(seq, 0, 3, samples=slot != 3))
     result = runner.dispatch(step(*rows)).result()
     best = toy.checksum(prompt)
-    assert result.top is not None and [len(top) for top in result.top] == [0, 2, 0, 0]
+    assert result.top is not None and [len(top) for top in result.top] == [0, 2, 0]
     assert [token for token, _ in result.top[1]] == [best, (best + 1) % toy.VOCAB]
     np.testing.assert_allclose([p for _, p in result.top[1]], np.array([10, 5]) - toy.LOG_TOTAL, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(result.logprob[1:3], 10 - toy.LOG_TOTAL, atol=1e-6)
@@ -128,7 +124,7 @@ def test_score_plans_return_one_entry_a_target(runner):
     prompt = [3, 1, 4, 1, 5, 9, 2]
     seq = toy.make_sequence("a", prompt, 3, [5, 6], prompt_logprobs=2)
     runner.admit(seq)
-    result = runner.dispatch(step(toy.make_row(seq, 0, 6, sample=False), kind="score")).result()
+    result = runner.dispatch(step(toy.make_row(seq, 0, 6, samples=0), kind="score")).result()
     assert result.tokens == prompt[1:] and result.finite == [True] * 6
     expected = [toy.logprob_of(prompt[i + 1], prompt[: i + 1]) for i in range(6)]
     np.testing.assert_allclose(result.logprob, expected, rtol=1e-6)
@@ -178,14 +174,16 @@ def test_the_smallest_bucket_that_fits_is_taken(runner):
         return runner.bucket_of(step(*(toy.make_row(seqs[i], 0, n) for i, n in enumerate(counts))))
 
     assert [(b.tokens, b.seqs) for b in default_buckets(toy.LIMITS)] == [
-        *((1, 1), (4, 4), (5, 5), (32, 5), (40, 5), (8, 1))
+        *((1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (32, 8), (40, 16), (8, 1))
     ]
     assert bucket(1) == Bucket("step", 1, 1)
     assert bucket(1, 1, 1) == Bucket("step", 4, 4)
-    assert bucket(1, 1, 1, 1, 1) == Bucket("step", 5, 5)
-    assert bucket(2) == Bucket("step", 32, 5)
-    assert bucket(20, 13) == Bucket("step", 40, 5)
-    with pytest.raises(ValueError, match=r"no bucket fits a step plan of 41 tokens in 3 rows, 20 in the longest.*40x5"):
+    assert bucket(1, 1, 1, 1, 1) == Bucket("step", 8, 8)
+    assert bucket(2) == Bucket("step", 2, 2)
+    assert bucket(17) == Bucket("step", 32, 8)
+    assert bucket(20, 13) == Bucket("step", 40, 16)
+    assert runner.bucket_of(step(toy.make_row(seqs[0], 0, 20, samples=9))) == Bucket("step", 40, 16)
+    with pytest.raises(ValueError, match=r"no bucket fits a step plan of 41 tokens in 3 rows that chooses 3;.*40x16"):
         bucket(20, 20, 1)
 
 
@@ -194,8 +192,8 @@ def test_a_loaded_bucket_goes_before_a_smaller_one_that_is_not(compiled):
     runner = toy.make_runner(*compiled, is_loaded=loaded.__contains__)
     plan = step(toy.make_row(toy.make_sequence("a", [1] * 20, 0, range(5)), 0, 1))
     assert runner.bucket_of(plan) == Bucket("step", 1, 1)  # none is: the smallest is worth waiting for
-    loaded.add(Bucket("step", 32, 5))
-    assert runner.bucket_of(plan) == Bucket("step", 32, 5)
+    loaded.add(Bucket("step", 32, 8))
+    assert runner.bucket_of(plan) == Bucket("step", 32, 8)
     loaded.add(Bucket("step", 4, 4))
     assert runner.bucket_of(plan) == Bucket("step", 4, 4)
     runner.close()
@@ -232,7 +230,7 @@ def test_dispatch_returns_while_the_step_runs_and_never_touches_its_inputs(compi
                 seq.blocks.append(10 + seq.slot)
         order = seqs if position % 2 else seqs[::-1]
         rows = [
-            toy.make_row(seq, position, 1, from_state=position >= 3, sample=position >= 2, pages_from=position // 4)
+            toy.make_row(seq, position, 1, from_state=position >= 3, samples=position >= 2, pages_from=position // 4)
             for seq in order
         ]
         before = time.perf_counter()

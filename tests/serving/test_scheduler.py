@@ -5,92 +5,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.serving.blocks import BlockPool
 from jaxserve.serving.request import GenerationRequest, InvalidRequest, Limits, SamplingParams, Sequence, Status
-from jaxserve.serving.scheduler import Scheduler
-from tests.serving.fake_device import FakeRunner, alone, token_logprob, top_logprobs
-
-LIMITS = Limits(
-    max_num_seqs=4,
-    max_model_len=64,
-    page_size=4,
-    num_pages=64,
-    vocab_size=50,
-    token_budget=16,
-    eos_ids=(0, 1),
-    score_budget=5,
-    max_logprobs=3,
-)
-
-
-class Simulation:
-    """The engine's loop, one turn at a time: results are confirmed one step late, the books checked every time."""
-
-    def __init__(self, limits: Limits, prefix_caching: bool = True):
-        self.limits = limits
-        self.pool = BlockPool(limits.num_pages, limits.page_size, prefix_caching)
-        self.scheduler = Scheduler(limits, self.pool)
-        self.runner = FakeRunner(limits)
-        self.turns = 0
-        self._in_flight = None
-
-    def add(self, request: GenerationRequest) -> list[Sequence]:
-        request.validate(self.limits)
-        family: list[Sequence] = []
-        for index in range(request.n):
-            family.append(Sequence.create(request, self.limits, index, family[0] if family else None))
-            self.scheduler.add(family[-1])
-        return family
-
-    def turn(self):
-        self.turns += 1
-        plan = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        pending = None
-        if plan is not None:
-            for row in plan.rows:
-                first, end = row.start // self.limits.page_size, row.start + row.count
-                written = row.seq.blocks[first : -(-end // self.limits.page_size)]
-                assert all(self.pool.is_writable(page) for page in written)
-            for seq in plan.admits:
-                self.runner.admit(seq)
-            self.runner.copy_pages(plan.copies)
-            pending = self.runner.dispatch(plan)
-        assert plan or self._in_flight or not self.scheduler.has_work, "stuck"
-        if self._in_flight is not None:
-            old_plan, old_pending = self._in_flight
-            self.scheduler.confirm(old_plan, old_pending.result())
-            self.scheduler.check_integrity()
-        self._in_flight = (plan, pending) if plan and pending else None
-        return plan
-
-    def run(self):
-        while self.scheduler.has_work:
-            self.turn()
-            assert self.turns < 5000
-        assert self.pool.usage == 0
-
-    def finish(self, request: GenerationRequest) -> list[Sequence]:
-        family = self.add(request)
-        self.run()
-        return family
-
-
-def request(prompt, n=1, extras=b"", **params) -> GenerationRequest:
-    params.setdefault("max_tokens", 8)
-    params.setdefault("seed", 7)
-    return GenerationRequest("r", tuple(prompt), SamplingParams(**params), n, extras)
-
-
-def assert_as_alone(seq: Sequence, limits: Limits):
-    output, reason, stop_reason = alone(tuple(seq.prompt_ids), seq.params, limits, seq.index)
-    assert (seq.output_ids, seq.finish_reason, seq.stop_reason) == (output, reason, stop_reason)
-    if seq.wants_scores:
-        assert [(score.id, score.logprob, score.top) for score in seq.prompt_scores] == [
-            (token, token_logprob(prefix, token), top_logprobs(prefix, limits)[: seq.params.prompt_logprobs])
-            for token, prefix in ((seq.tokens[i], tuple(seq.tokens[:i])) for i in range(1, seq.prompt_len))
-        ]
-
+from tests.serving.fake_device import alone
+from tests.serving.proposals import guessing
+from tests.serving.simulation import LIMITS, Simulation, assert_as_alone, request
 
 # ---- random workloads
 
@@ -141,9 +59,10 @@ def limits_(draw) -> Limits:
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(limits_(), st.booleans(), st.lists(arrivals(), min_size=1, max_size=10))
-def test_every_output_equals_the_output_alone(limits, prefix_caching, todo):
-    simulation = Simulation(limits, prefix_caching)
+@given(limits_(), st.booleans(), st.lists(arrivals(), min_size=1, max_size=10), st.none() | st.integers(0, 100))
+def test_every_output_equals_the_output_alone(limits, prefix_caching, todo, guesses):
+    """With proposals, right and wrong ones, and without."""
+    simulation = Simulation(limits, prefix_caching, None if guesses is None else guessing(limits, guesses))
     families: list[tuple[Arrival, list[Sequence]]] = []
     todo = sorted(todo, key=lambda arrival: arrival.turn)
     while todo or simulation.scheduler.has_work:
@@ -291,7 +210,7 @@ def test_a_step_is_planned_before_the_last_ones_token_is_known():
     simulation = Simulation(LIMITS)
     [seq] = simulation.add(request([2, 3, 4], ignore_eos=True, max_tokens=3))
     first, second, third = simulation.turn(), simulation.turn(), simulation.turn()
-    assert first and first.rows[0].tokens == (2, 3, 4) and first.rows[0].sample
+    assert first and first.rows[0].tokens == (2, 3, 4) and first.rows[0].samples == 1
     assert second and second.rows[0].tokens == () and second.rows[0].start == 3
     assert third and third.rows[0].tokens == ()
     assert simulation.turn() is None  # the third token is on the way: nothing is planned past the end by length

@@ -28,7 +28,7 @@ SCRATCH = toy.LIMITS.max_num_seqs
 
 
 def inputs_for(bucket, rows, limits=toy.LIMITS):
-    """rows: (slot, token ids or -1 each, sample, pages)."""
+    """rows: (slot, token ids or -1 each, samples, pages)."""
     inputs = {name: np.zeros(spec.shape, spec.dtype) for name, spec in input_specs(bucket, limits).items()}
     inputs["slots"][:] = limits.max_num_seqs
     at = 0
@@ -38,7 +38,7 @@ def inputs_for(bucket, rows, limits=toy.LIMITS):
         inputs["slots"][i], inputs["query_counts"][i] = slot, len(tokens)
         inputs["block_tables"][i, : len(pages)] = pages
         if bucket.kind == "step":
-            inputs["sample"][i] = sample
+            inputs["samples"][i] = sample
     return inputs
 
 
@@ -61,7 +61,7 @@ def test_positions_slots_and_rows_of_a_mixed_step():
         "positions": [5, 6, 7, 7, 0, 1, 0, 0],
         "segments": [0, 0, 0, 1, 2, 2, 4, 4],
         "kv_slots": [31 * 4 + 1, 31 * 4 + 2, 31 * 4 + 3, 21 * 4 + 3, 40, 41, -1, -1],
-        "logit_rows": [2, 3, 5, 5],
+        "logit_rows": [3, 5, 0, 0],
         "query_starts": [0, 3, 4, 6, 6],
         "context_lens": [8, 8, 2, 0],
     }
@@ -114,9 +114,8 @@ def test_chunked_prefill_beside_decode_gives_the_tokens_of_the_whole(mixed):
     for rows in steps:
         inputs = inputs_for(bucket, [(*row, pages[row[0]]) for row in rows])
         caches, state, out = run(mixed, caches, state, inputs)
-        for i, (slot, _, sample) in enumerate(rows):
-            if sample:
-                made[slot].append(int(out.tokens[i]))
+        for i, slot in enumerate(slot for slot, _, sample in rows if sample):
+            made[slot].append(int(out.tokens[i]))
         assert out.finite.tolist()[: len(rows)] == [True] * len(rows)
     assert made == {1: toy.generate(prompts[1], 2), 2: toy.generate(prompts[2], 4)}
     assert state["length"].tolist() == [0, 8, 5, 0, 0, 0]
@@ -236,23 +235,26 @@ def test_some_bucket_fits_every_plan(most, budget):
     for seqs in {1, 2, most // 2, most - 1, most} - {0}:
         for tokens in {seqs, seqs + 1, budget // 2, budget}:
             if seqs <= min(tokens, most) and tokens <= budget:
-                assert any(b.fits("step", tokens, seqs, tokens - seqs + 1) for b in buckets), (seqs, tokens)
+                for samples in (0, seqs, min(tokens, limits.row_sizes[-1])):
+                    assert any(b.fits("step", tokens, seqs, samples) for b in buckets), (seqs, tokens, samples)
     assert max(b.tokens for b in buckets if b.kind == "step") == budget
 
 
 def test_default_buckets_of_the_default_limits():
     steps = [(b.tokens, b.seqs) for b in default_buckets(Limits(32, 2048, 16, 100, 49152, 512)) if b.kind == "step"]
     assert steps == [
-        *((1, 1), (4, 4), (16, 16)),
+        *((1, 1), (2, 2), (4, 4), (8, 8), (16, 16)),
         *((32, 8), (32, 32), (64, 16), (128, 32), (256, 32), (512, 32)),
     ]
 
 
-def test_decode_buckets_refuse_a_row_of_two_tokens():
-    assert Bucket("step", 4, 4).fits("step", 3, 3, 1)
-    assert not Bucket("step", 4, 4).fits("step", 3, 2, 2)
-    assert not Bucket("step", 8, 4).fits("score", 3, 1, 3)
-    assert Bucket("score", 8, 1).fits("score", 3, 1, 3)
+def test_buckets_refuse_more_than_their_sizes():
+    assert Bucket("step", 4, 4).fits("step", 4, 1, 4)
+    assert not Bucket("step", 4, 4).fits("step", 5, 1, 1)
+    assert not Bucket("step", 32, 4).fits("step", 5, 1, 5)
+    assert not Bucket("step", 32, 4).fits("step", 5, 5, 1)
+    assert not Bucket("step", 8, 4).fits("score", 3, 1, 0)
+    assert Bucket("score", 8, 1).fits("score", 3, 1, 0)
 
 
 def test_forward_sees_only_named_arguments():

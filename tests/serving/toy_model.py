@@ -5,12 +5,14 @@ The checksum of tokens t_0 ... t_p is sum (t_j + 1) (j + 1) mod V. The logits of
 the token after that and 0 elsewhere.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.serving import state as st
-from jaxserve.serving.plan import Row
+from jaxserve.serving.plan import Row, StepPlan
 from jaxserve.serving.request import GenerationRequest, Limits, SamplingParams, Sequence
 from jaxserve.serving.runner import Runner
 from jaxserve.serving.step import InputLayout, copy_pages, copy_specs, default_buckets, step_function
@@ -117,6 +119,10 @@ def make_sequence(name, prompt, slot, blocks, limits=LIMITS, **params):
     return seq
 
 
-def make_row(seq, start, count, sample=True, from_state=False, pages_from=0):
+def make_row(seq, start, count, samples=1, from_state=False, pages_from=0):
     tokens = () if from_state else tuple(seq.tokens[start : start + count])
-    return Row(seq, seq.slot, start, count, tokens, sample, pages_from)
+    return Row(seq, seq.slot, start, count, tokens, samples, pages_from)
+
+
+def step(*rows, kind: Literal["step", "score"] = "step"):
+    return StepPlan(kind, list(rows), [], [])

@@ -74,6 +74,18 @@ def test_phases_of_the_engine_fit():
     assert 'jaxserve:step_phase_seconds_bucket{le="+Inf",model_name="tiny",phase="host"} 2.0' in page
 
 
+def test_acceptance_of_proposals_under_vllms_names():
+    metrics = Metrics("tiny")
+    speculation = {"num_drafts": 4, "num_proposed": 12, "num_accepted": 7, "accepted_at": [4, 2, 1]}
+    state = {"running": 0, "waiting": 0, "kv_usage": 0.0, "prefix_queries": 0, "prefix_hits": 0, "preemptions": 0}
+    metrics.attach(lambda: {**state, "phases": {}, "speculation": speculation})
+    found = samples(metrics.render()[0].decode())
+    assert found["spec_decode_num_drafts_total",] == 4
+    assert found["spec_decode_num_draft_tokens_total",] == 12
+    assert found["spec_decode_num_accepted_tokens_total",] == 7
+    assert [found["spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(3)] == [4, 2, 1]
+
+
 def test_without_metrics_there_is_no_page():
     with serving() as server:
         assert server.http.get("/metrics").status_code == 404

@@ -1,0 +1,98 @@
+"""Prompt lookup: what followed the last few tokens when they stood in the sequence before. Plain Python: no jax."""
+
+from collections.abc import Mapping
+
+from jaxserve.serving.request import Sequence
+from jaxserve.serving.speculation import MOST_PROPOSALS, Rate
+
+_KEYS = (4, 2, 1)  # lengths of the tails that are looked up, the first that is found counts
+_LONGEST = 6  # how far a match is followed back; a longer one is no better
+# How often the token after a match of 1, 2, ... tokens was right in greedy answers of a small model to 76 prompts of
+# Spec-Bench: where each length starts.
+_START = (0.25, 0.5, 0.5, 0.7, 0.7, 0.88)
+
+
+class NgramProposer:
+    """Proposes the continuation of the latest earlier place of a tail of prompt and output (Saxena 2023, prompt lookup
+    decoding).
+
+    How likely it is depends on the length of the match, and is learned for each length without a step: every new token
+    shows whether the match before it was right.
+    """
+
+    def __init__(self):
+        self._indexes: dict[Sequence, _Index] = {}
+        self._overall = [Rate() for _ in range(_LONGEST)]  # of all sequences, by length: where each begins
+
+    def rates(self, seq: Sequence) -> list[float]:
+        index = self._index(seq)
+        if not index.length:
+            return []
+        lengths = range(index.length, index.length + MOST_PROPOSALS)  # each accepted proposal makes the match longer
+        return [self._rate(index, min(length, _LONGEST)) for length in lengths]
+
+    def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        return {seq: self._index(seq).continuation(seq.tokens, count) for seq, count in wanted.items()}
+
+    def seconds(self, count: int) -> float:
+        return 0.0  # next to a step
+
+    def learn(self, seq: Sequence, proposed: int, accepted: int) -> None:
+        pass  # `_index` does
+
+    def forget(self, seq: Sequence) -> None:
+        self._indexes.pop(seq, None)
+
+    def _rate(self, index: "_Index", length: int) -> float:
+        overall = self._overall[length - 1].value(prior=_START[length - 1])
+        return index.rates[length - 1].value(prior=overall)
+
+    def _index(self, seq: Sequence) -> "_Index":
+        index = self._indexes.setdefault(seq, _Index())
+        for length, right in index.extend(seq.tokens, seq.prompt_len):
+            index.rates[length - 1].add(right, 1)
+            self._overall[length - 1].add(right, 1)
+        return index
+
+
+class _Index:
+    """Where each tail of a sequence last ended. The next token is foreseen to be the one at place `match`, before which
+    the last `length` tokens stand; length 0: no tail is known."""
+
+    __slots__ = ("_after", "_seen", "length", "match", "rates")
+
+    def __init__(self):
+        self.match = self.length = 0
+        self.rates = [Rate() for _ in range(_LONGEST)]
+        self._after: dict[tuple[int, ...], int] = {}
+        self._seen = 0
+
+    def extend(self, tokens: list[int], prompt_len: int) -> list[tuple[int, bool]]:
+        """Takes in what is new. For each generated token that was foreseen: the match's length, and whether it came."""
+        learned = []
+        for end in range(self._seen + 1, len(tokens) + 1):
+            if self.length and end > prompt_len:
+                learned.append((self.length, tokens[self.match] == tokens[end - 1]))
+            self.length = 0
+            for key in (key for key in _KEYS if key <= end):
+                tail = tuple(tokens[end - key : end])
+                found = self._after.get(tail)
+                if found is not None and not self.length:
+                    self.match, self.length = found, _common(tokens, found, end, key)
+                self._after[tail] = end
+        self._seen = len(tokens)
+        return learned
+
+    def continuation(self, tokens: list[int], count: int) -> list[int]:
+        """The next `count` tokens as foreseen; a match that reaches the end goes on in what it foresees."""
+        made: list[int] = []
+        for at in range(self.match, self.match + count if self.length else 0):
+            made.append(tokens[at] if at < len(tokens) else made[at - len(tokens)])
+        return made
+
+
+def _common(tokens: list[int], one: int, two: int, known: int) -> int:
+    """How many tokens before `one` and before `two` are the same, up to _LONGEST, of which `known` are."""
+    while known < min(_LONGEST, one) and tokens[one - 1 - known] == tokens[two - 1 - known]:
+        known += 1
+    return known

@@ -1,0 +1,180 @@
+"""Speculative decoding: who proposes tokens, and how many of them are worth checking. Plain Python: no jax.
+
+A sequence whose tokens are all known may bring proposals for the next ones into a step. Checking them never changes its
+tokens (serving/verify.py), so what is decided here is a matter of speed alone.
+"""
+
+import collections
+import itertools
+import operator
+import statistics
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+from jaxserve.serving.request import Sequence
+
+MOST_PROPOSALS = 15  # in a row: with the last token they fill a step of 16
+# Measured steps of a size that count; how many are enough to trust their median; how many steps later it is too old.
+_RECENT, _ENOUGH, _STALE = 15, 3, 500
+
+
+def expected_tokens(rate: float, count: int) -> float:
+    """Tokens that a step gives with K = `count` proposals, each accepted with probability p = `rate` if those before it
+    are: 1 + p + ... + p^K = (1 - p^(K+1)) / (1 - p) (Leviathan et al. 2023, equation 1)."""
+    return count + 1.0 if rate == 1 else (1 - rate ** (count + 1)) / (1 - rate)
+
+
+class Rate:
+    """A running share of successes. Each trial makes the older ones count less; at first it is near `prior`."""
+
+    __slots__ = ("_hits", "_trials")
+    weight, decay = 4.0, 0.95
+
+    def __init__(self):
+        self._hits = self._trials = 0.0
+
+    def add(self, hits: float, trials: float) -> None:
+        kept = self.decay**trials
+        self._hits, self._trials = self._hits * kept + hits, self._trials * kept + trials
+
+    def value(self, prior: float) -> float:
+        return (self._hits + prior * self.weight) / (self._trials + self.weight)
+
+
+class Proposer(Protocol):
+    """Names likely next tokens. Must be told with `forget` of every sequence that ends or loses its slot."""
+
+    def rates(self, seq: Sequence) -> list[float]:
+        """For each token that it can propose after seq.tokens, at most MOST_PROPOSALS, the probability that it is
+        accepted if those before it are."""
+        ...
+
+    def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Up to so many tokens to follow each sequence's tokens."""
+        ...
+
+    def seconds(self, count: int) -> float:
+        """What it takes to propose `count` tokens in a row, of any number of sequences at once."""
+        ...
+
+    def learn(self, seq: Sequence, proposed: int, accepted: int) -> None:
+        """What became of the proposals of a step."""
+        ...
+
+    def forget(self, seq: Sequence) -> None: ...
+
+
+class StepCosts:
+    """Seconds that a step without prompt tokens takes, by its size: the median of recent ones.
+
+    A size that was not measured lately is taken to cost what the next smaller one does, so that it gets tried; but
+    nothing is tried before the size without proposals is known.
+    """
+
+    def __init__(self, sizes: Seq[int]):
+        self.sizes = tuple(sizes)
+        self._recent = {size: collections.deque[float](maxlen=_RECENT) for size in sizes}
+        self._used = dict.fromkeys(sizes, 0)
+        self.counts = dict.fromkeys(sizes, 0)  # steps of each size
+        self._steps = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._steps += 1
+        size = next((size for size in self.sizes if size >= tokens), None)
+        if size is not None:
+            if self._steps - self._used[size] > _STALE:
+                self._recent[size].clear()
+            self._recent[size].append(seconds)
+            self._used[size] = self._steps
+            self.counts[size] += 1
+
+    def seconds(self, size: int) -> float | None:
+        """Of a step of one of `sizes`, None if it was not measured lately."""
+        recent = self._recent[size]
+        known = len(recent) >= _ENOUGH and self._steps - self._used[size] <= _STALE
+        return statistics.median(recent) if known else None
+
+    def best_count(self, rows: int, gains: Seq[float], extra: Seq[float]) -> int:
+        """How many proposals make the most tokens per second beside `rows` tokens that give one each.
+
+        The j-th proposal adds gains[j] expected tokens (falling); j of them take extra[j] seconds beside the step.
+        """
+        best, speed, seconds = 0, 0.0, None
+        for size in (size for size in self.sizes if size >= rows):
+            seconds = self.seconds(size) or seconds
+            if seconds is None:
+                return 0
+            speed = speed or rows / seconds
+            for count in range(best + 1, min(size - rows, len(gains)) + 1):
+                found = (rows + sum(gains[:count])) / (seconds + extra[count - 1])
+                if found > speed:
+                    best, speed = count, found
+        return best
+
+
+class Speculation:
+    """Chooses how many proposals each sequence brings, 0 included, to make the most tokens per second.
+
+    The k-th proposal adds the product of the first k rates of its sequence to the expected tokens of a step (p^k where
+    they are alike, so that expected_tokens(p, K) is the sum over K). The best of all sequences fill a step up to one
+    of the sizes that programs have, as far as the measured cost of that size pays.
+    """
+
+    def __init__(self, proposer: Proposer, sizes: Seq[int], most: int = MOST_PROPOSALS):
+        self.proposer = proposer
+        self.costs = StepCosts(sizes)
+        self.most = most
+        self.num_drafts = self.num_proposed = self.num_accepted = 0
+        self.accepted_at = [0] * MOST_PROPOSALS  # accepted proposals by their place
+        self._idle = 1e-3  # seconds that the device waits for the host when results are awaited
+        self._proposing = 0.0  # of the last proposals
+
+    def worth_waiting(self, seqs: Seq[Sequence], rows: int, room: int) -> bool:
+        """Whether to wait for the step in flight, of `rows` sequences, so that `seqs` can bring proposals to the next.
+
+        The token in flight, not known here yet, must come as foreseen for the proposals after it to be right.
+        """
+        return bool(self._best({seq: self.most for seq in seqs}, rows, room, ahead=1))
+
+    def propose(self, limits: Mapping[Sequence, int], rows: int, room: int) -> dict[Sequence, list[int]]:
+        """Proposals for sequences whose tokens are all known, at most limits[seq] each and `room` in all, for a step
+        that has `rows` rows without them."""
+        wanted = self._best(limits, rows, room)
+        begin = time.perf_counter()
+        made = self.proposer.propose(wanted) if wanted else {}
+        self._proposing = time.perf_counter() - begin
+        return made
+
+    def _best(self, limits: Mapping[Sequence, int], rows: int, room: int, ahead: int = 0) -> dict[Sequence, int]:
+        """How many proposals of each sequence to check; `ahead` steps from now."""
+        gains = []
+        for seq, limit in limits.items():
+            rates = self.proposer.rates(seq)[: max(0, min(limit, self.most)) + ahead]
+            products = itertools.accumulate(rates, operator.mul)
+            gains += [(gain, place, seq) for place, gain in enumerate(products, 1 - ahead) if place > 0]
+        gains = sorted(gains, key=lambda gain: -gain[0])[: max(0, room)]
+        depths = itertools.accumulate((place for _, place, _ in gains), max)
+        extra = [self._idle * ahead + self.proposer.seconds(depth) for depth in depths]
+        count = self.costs.best_count(rows, [gain for gain, _, _ in gains], extra)
+        return collections.Counter(seq for _, _, seq in gains[:count])
+
+    def learn(self, seq: Sequence, proposed: int, accepted: int) -> None:
+        """Of `proposed` tokens in a step the first `accepted` were."""
+        self.num_drafts += 1
+        self.num_proposed += proposed
+        self.num_accepted += accepted
+        for place in range(accepted):
+            self.accepted_at[place] += 1
+        self.proposer.learn(seq, proposed, accepted)
+
+    def measured(self, tokens: int, seconds: float, idle: float | None) -> None:
+        """A step without prompt tokens took `seconds`; `idle` of them the device waited for it, if it had to."""
+        self.costs.add(tokens, seconds)
+        if idle is not None:
+            self._idle += 0.1 * (max(0.0, idle - self._proposing) - self._idle)
+
+    def stats(self) -> dict[str, Any]:
+        """num_drafts, num_proposed, num_accepted, accepted_at."""
+        return {name: getattr(self, name) for name in ("num_drafts", "num_proposed", "num_accepted", "accepted_at")}

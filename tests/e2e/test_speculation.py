@@ -1,0 +1,87 @@
+"""Speculation on a real artifact with native kernels: the same answers, whatever proposes, and nothing is compiled."""
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.pallas_kernels._native import is_available
+from jaxserve.serving.request import SamplingParams
+from jaxserve.serving.session import Session
+from jaxserve.serving.speculation import Speculation
+from tests.e2e.support import Ask, ask, compile_artifact, load, settle
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="XLA's own dots depend on the rows beside a row")
+
+OPTIONS: list[dict[str, Any]] = [
+    dict(temperature=0.0, ignore_eos=True),
+    dict(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.3),
+    dict(temperature=0.8, seed=1, top_p=0.9, presence_penalty=0.5, logprobs=2),
+    dict(temperature=1.2, seed=2, top_k=20, min_p=0.02, ignore_eos=True, min_tokens=3),
+    dict(temperature=0.0, stop=("and", "."), logprobs=0),
+]
+
+
+@pytest.fixture(scope="module")
+def session(artifacts: pathlib.Path, stories_model: pathlib.Path) -> Iterator[Session]:
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_tokens": 2048}
+    folder = compile_artifact(artifacts / "stories-int8", stories_model, "w8a16", **limits)
+    opened = load(folder)
+    opened.runner.warmup()
+    yield opened
+    assert opened.runner.compilations == 0
+    opened.runner.close()
+
+
+def spendthrift(session: Session, proposer: str) -> Speculation:
+    """Checks whatever fits, so that a test does not hang on what steps cost."""
+    speculation = session.speculation(proposer)
+    assert speculation is not None
+    speculation.costs.best_count = lambda rows, gains, extra: len(gains)  # type: ignore[method-assign]
+    return speculation
+
+
+def requests(story: list[int]) -> list[Ask]:
+    """Parts of a story, some of them twice over so that it repeats itself, and random tokens."""
+    rng = np.random.default_rng(0)
+    prompts = [story[i : i + 10 + i % 17] * (1 + i % 3) for i in range(0, 40, 2)]
+    prompts += [rng.integers(3, 500, 20).tolist() for _ in range(10)]
+    return [
+        Ask(prompt, SamplingParams(max_tokens=8 + 5 * (i % 9), **OPTIONS[i % len(OPTIONS)]), n=1 + (i % 7 == 0))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def answers(session: Session, asked: list[Ask], speculation: Speculation | None, **options: Any) -> list[Any]:
+    with session.running(speculation=speculation, **options) as engine:
+        results = ask(engine, *asked)
+        settle(engine)
+        engine.scheduler.pool.check_integrity([])
+    return [
+        (each.ids, each.text, [(one.id, one.top) for one in each.logprobs], each.finish_reason, each.stop_reason)
+        for choices in results
+        for each in choices
+    ]
+
+
+def test_answers_are_those_without(session: Session, story: list[int]):
+    """Many at once, beside prompts in chunks, with every option; and the same one by one."""
+    asked = requests(story)
+    plain = answers(session, asked, None)
+    speculation = spendthrift(session, "ngram")
+    found = answers(session, asked, speculation)
+    assert [ids for ids, *_ in found] == [ids for ids, *_ in plain]
+    assert [rest[0:1] + rest[2:] for _, *rest in found] == [rest[0:1] + rest[2:] for _, *rest in plain]
+    assert speculation.num_accepted > 10 and speculation.num_proposed > speculation.num_accepted
+    alone = spendthrift(session, "ngram")
+    one_by_one = [answers(session, [each], alone)[0][0] for each in asked[::5]]
+    assert one_by_one == [answers(session, [each], None)[0][0] for each in asked[::5]]
+    assert alone.num_accepted > 0
+
+
+def test_as_measured_costs_have_it(session: Session, story: list[int]):
+    asked = requests(story)
+    plain, speculation = answers(session, asked, None), session.speculation("ngram")
+    assert [ids for ids, *_ in answers(session, asked, speculation)] == [ids for ids, *_ in plain]

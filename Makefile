@@ -1,10 +1,12 @@
 # make serve   from nothing to a server on http://127.0.0.1:8000
 # make test    environment, linters and the tests that CI runs
 # make spec-bench   the answers to Spec-Bench's 480 questions with and without speculative decoding
+# make gpu-compile-test   the GPU kernels, compiled for an H100 without one, in an environment of its own
 # make sanitize   the tests of the native kernels, built with sanitizers
 # The environment is made once, and again only when pyproject.toml changes; nothing else needs the network.
 
 ENV := .venv
+GPU_ENV := .venv-gpu
 PORT ?= 8000
 HOST ?= 127.0.0.1
 MODEL ?= smollm2-135m-instruct
@@ -20,7 +22,7 @@ INSTALLED_TEST := $(ENV)/.installed-test-$(VERSION)
 
 export PYTHON
 
-.PHONY: serve test pytest slow spec-bench sanitize lint env clean distclean
+.PHONY: serve test pytest slow spec-bench gpu-compile-test sanitize lint env clean distclean
 
 serve: $(ARTIFACT)/manifest.json
 	$(ENV)/bin/jaxserve serve $(ARTIFACT) --host $(HOST) --port $(PORT) $(SERVE_FLAGS)
@@ -41,6 +43,16 @@ spec-bench: $(INSTALLED_TEST)
 
 sanitize: $(INSTALLED_TEST)
 	PYTHON=$(ENV)/bin/python tools/sanitize.sh
+
+# Of CUDA only what compiles: XLA's plugin and ptxas.
+gpu-compile-test: $(GPU_ENV)/.installed-$(VERSION)
+	$(GPU_ENV)/bin/python -m jaxserve.gpu_report
+
+$(GPU_ENV)/.installed-$(VERSION):
+	tools/make_env.sh $(GPU_ENV) .
+	jax=$$($(GPU_ENV)/bin/python -c "import jax; print(jax.__version__)") && $(GPU_ENV)/bin/python -m pip install --quiet --no-deps \
+	    jax-cuda12-plugin==$$jax jax-cuda12-pjrt==$$jax nvidia-cuda-nvcc-cu12==12.9.86
+	@touch $@
 
 lint: $(INSTALLED_TEST)
 	$(ENV)/bin/ruff check .
@@ -64,4 +76,4 @@ clean:
 	find . -path ./$(ENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(ENV) artifacts jaxserve.egg-info
+	rm -rf $(ENV) $(GPU_ENV) artifacts jaxserve.egg-info

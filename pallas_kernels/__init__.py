@@ -3,6 +3,7 @@
 Import modules of an op's folder with `from`: the function of the same name hides the folder as an attribute here.
 """
 
+import jaxserve.pallas_kernels._cuda
 import jaxserve.pallas_kernels.kv_write.cpu
 import jaxserve.pallas_kernels.paged_attention.cpu
 import jaxserve.pallas_kernels.quantized_matmul.cpu  # noqa: F401  (kernels register themselves)

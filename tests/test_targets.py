@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jaxserve.errors import UserError
-from jaxserve.targets import cpu_target, find_target
+from jaxserve.targets import GPUS, cpu_target, find_target
 
 X86 = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -57,10 +57,19 @@ def test_fingerprint_changes_with_instruction_sets_and_model_alone():
 def test_known_gpu():
     target = find_target("h100-sxm")
     assert (target.platform, target.cores, target.features) == ("cuda", 132, ("sm_90a",))
+    assert target == find_target("h100-sxm") != find_target("h100-pcie")
+    assert len({hash(gpu) for gpu in GPUS.values()}) == len(GPUS)
+
+
+def test_target_config_is_the_text_that_compiled_for_an_absent_h100(shared):
+    known = (shared / "targets" / "h100_sxm.txtpb").read_text()
+    assert GPUS["h100-sxm"].target_config() == known
 
 
 def test_unknown_target_lists_the_known():
-    with pytest.raises(UserError, match="unknown target 'tpu'; known targets: cpu, h100-sxm"):
+    with pytest.raises(
+        UserError, match="unknown target 'tpu'; known targets: cpu, h100-sxm, h100-pcie, h200, b200, a100"
+    ):
         find_target("tpu")
 
 

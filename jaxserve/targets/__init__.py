@@ -4,51 +4,19 @@ Kernels take core counts and limits from here and never from the default device,
 for hardware this machine does not have. Nothing here imports JAX.
 """
 
-import dataclasses
-import hashlib
 import os
 import pathlib
 import platform
 
 from jaxserve.errors import UserError
+from jaxserve.targets.gpus import GPUS, H100_SXM, Gpu
+from jaxserve.targets.target import Target
+
+__all__ = ["GPUS", "H100_SXM", "Gpu", "Target", "cpu_target", "find_target"]
 
 # Flags of /proc/cpuinfo that change which instructions a compiler may emit; the others come and go with the kernel.
 _INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "popcnt", "abm", "movbe", "aes", "vaes",
                      "gfni", "sha", "vpclmul", "adx", "asimd", "sve", "neon", "fphp", "bf16", "i8mm")  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
-    """Hardware that step functions are compiled for.
-
-    `cores` counts CPU cores that this process may use, or streaming multiprocessors; it steers performance only and is
-    no part of a cache key. `shared_memory_bytes` is what one GPU thread block may ask for (0 on a CPU). `features` are
-    the instruction sets of a CPU or the compute capability of a GPU, sorted.
-    """
-
-    name: str
-    platform: str
-    device_kind: str
-    cores: int
-    memory_bytes: int
-    shared_memory_bytes: int = 0
-    features: tuple[str, ...] = ()
-
-    def fingerprint(self) -> str:
-        """Short text that is equal on two machines exactly when machine code of one may run on the other."""
-        digest = hashlib.sha256(" ".join(self.features).encode()).hexdigest()[:12]
-        return f"{self.platform}: {self.device_kind} ({digest})"
-
-
-H100_SXM = Target(
-    name="h100-sxm",
-    platform="cuda",
-    device_kind="NVIDIA H100 80GB HBM3",
-    cores=132,
-    memory_bytes=84_929_347_584,
-    shared_memory_bytes=232_448,
-    features=("sm_90a",),
-)
 
 
 def cpu_target(cpuinfo: str | None = None) -> Target:
@@ -77,9 +45,9 @@ def find_target(name: str) -> Target:
     """
     if name == "cpu":
         return cpu_target()
-    if name == H100_SXM.name:
-        return H100_SXM
-    raise UserError(f"unknown target {name!r}; known targets: cpu, {H100_SXM.name}")
+    if name in GPUS:
+        return GPUS[name]
+    raise UserError(f"unknown target {name!r}; known targets: cpu, {', '.join(GPUS)}")
 
 
 def _usable_cores() -> int:

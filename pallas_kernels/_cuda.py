@@ -1,0 +1,24 @@
+"""Registers the Pallas kernels; their modules, and Pallas, are loaded when a program for a GPU asks for them."""
+
+import importlib
+from typing import Any
+
+from jaxserve.pallas_kernels._op import Kernel, Op
+from jaxserve.pallas_kernels.dense_matmul.op import OP as DENSE_MATMUL
+from jaxserve.pallas_kernels.quantized_matmul.op import OP as QUANTIZED_MATMUL
+
+
+def _late(module: str, name: str) -> Kernel:
+    def kernel(*avals: Any, **params: Any) -> Any:
+        return getattr(importlib.import_module(f"jaxserve.pallas_kernels.{module}"), name)(*avals, **params)
+
+    return kernel
+
+
+def _register(op: Op, function: str, name: str) -> None:
+    op.register("cuda", _late(f"{op.name}.mosaic_gpu", function), name=name)
+
+
+_register(DENSE_MATMUL, "kernel", "mosaic")
+_register(QUANTIZED_MATMUL, "narrow_kernel", "mosaic-narrow")
+_register(QUANTIZED_MATMUL, "kernel", "mosaic")

@@ -1,0 +1,113 @@
+"""The kernels for Hopper in Mosaic's interpreter, which looks for races, against the references.
+
+Where a kernel keeps a left operand of wgmma in registers, the interpreter runs the variant that keeps it in shared
+memory; the rest of the kernel is shared. `make gpu-compile-test` compiles all of them for the card.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxserve.pallas_kernels import QuantFormat, Refusal, quantize_rtn
+from jaxserve.pallas_kernels._mosaic import Blocks
+from jaxserve.pallas_kernels._target import compiling_for
+from jaxserve.pallas_kernels.dense_matmul import mosaic_gpu as dense
+from jaxserve.pallas_kernels.dense_matmul.op import OP as DENSE
+from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
+from jaxserve.pallas_kernels.quantized_matmul.op import OP as QUANTIZED
+from jaxserve.targets import GPUS, H100_SXM
+from tests.pallas_kernels.harness import BF16, F32, normal
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> Iterator[None]:
+    """Kernels are chosen for an H100 and interpreted; a race is an error."""
+    with (
+        compiling_for(H100_SXM),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+    ):
+        yield
+
+
+def check(kernel: Callable[..., Any] | Refusal, reference: Callable[..., Any], *operands: Any, rtol: float) -> None:
+    """Compares a kernel with what it stands in for, relative to the largest number."""
+    assert not isinstance(kernel, Refusal), kernel
+    expected = np.asarray(reference(*operands), np.float32)
+    found = np.asarray(kernel(*operands), np.float32)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=rtol * np.abs(expected).max())
+
+
+def stacked(tensor: Any, layer: int | None) -> list[np.ndarray]:
+    """The arrays of a weight, as those of layer 1 of two if there is a layer."""
+    return [array if layer is None else np.stack([array[::-1], array]) for array in tensor.arrays.values()]
+
+
+@pytest.mark.parametrize(("rows", "outputs", "dtype"), [(3, 64, BF16), (70, 128, np.dtype(np.float16))])
+def test_dense_matmul(rows, outputs, dtype):
+    x, w = normal(0, rows, 1024, dtype=dtype), normal(1, outputs, 1024, dtype=dtype)
+    check(dense.kernel(x, w, out_dtype="float32"), lambda *a: DENSE.reference(*a, out_dtype="float32"), x, w, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "format", "layer"),
+    [
+        (1, 64, 2048, QuantFormat(4, 64, "minimum", "float16"), None),  # two splits, a block each
+        (70, 128, 1024, QuantFormat(8, 32, "zero", "float32"), 1),  # two splits in one block, two warpgroups
+        (9, 64, 1024, QuantFormat(4, 128, "none", "bfloat16"), None),
+        (3, 64, 256, QuantFormat(4, None, "zero", "float32"), 1),
+        (3, 64, 256, QuantFormat(8, None, "none", "float16"), None),
+    ],
+    ids=lambda value: str(value).replace(" ", "-"),
+)
+def test_weights_of_few_bits(rows, outputs, inputs, format, layer):
+    arrays = stacked(quantize_rtn(normal(1, outputs, inputs), format), layer)
+    options = {"format": format, "shape": (outputs, inputs), "out_dtype": "float32", "activation": None, "layer": layer}
+    x = normal(0, rows, inputs, dtype=BF16)
+    kernel = quantized.kernel(x, *arrays, **options, stage_lhs_in_smem=True)
+    check(kernel, lambda *a: QUANTIZED.reference(*a, **options), x, *arrays, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("element", "activation", "rtol"), [("int", "int8", 0), ("e4m3", "e4m3", 2e-6)])
+def test_weights_and_activations_of_eight_bits(element, activation, rtol):
+    format = QuantFormat(8, None, "none", "float32", element=element)
+    arrays = stacked(quantize_rtn(normal(1, 64, 1024), format), 1)
+    options = {"format": format, "shape": (64, 1024), "out_dtype": "float32", "activation": activation, "layer": 1}
+    x = normal(0, 2, 3, 1024, dtype=F32)
+    kernel = quantized.narrow_kernel(x, *arrays, **options)
+    check(kernel, lambda *a: QUANTIZED.reference(*a, **options), x, *arrays, rtol=rtol)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "splits"), [(4096, 4096, 4), (28672, 4096, 1), (4096, 14336, 4)])
+def test_the_order_of_adding_up_depends_on_the_weight_alone(outputs, inputs, splits):
+    for tokens in (1, 16, 64, 65, 512):
+        blocks = Blocks.of(tokens, outputs, inputs, codes_per_byte=2)
+        assert (blocks.splits, blocks.step) == (splits, 256)
+        assert blocks.steps * blocks.step * splits == inputs
+        assert blocks.tokens >= tokens and blocks.tokens % blocks.columns == 0
+
+
+def test_refusals_say_why():
+    x, w = jax.ShapeDtypeStruct((4, 256), F32), jax.ShapeDtypeStruct((64, 256), F32)
+    assert "it knows bfloat16" in dense.kernel(x, w, out_dtype="float32").reason
+    x, w = jax.ShapeDtypeStruct((4, 576), BF16), jax.ShapeDtypeStruct((64, 576), BF16)
+    assert "multiple of 64 and inputs one of 128" in dense.kernel(x, w, out_dtype="float32").reason
+    with compiling_for(GPUS["a100"]):
+        choice = DENSE.choose("cuda", x, w, out_dtype="float32")
+    assert choice.name == "reference"
+    assert choice.refusals == (("mosaic", "it needs sm_90a, and a100 is sm_80"),)
+    assert DENSE.choose("cpu", x, w, out_dtype="float32").refusals == ()
+
+
+def test_codes_of_every_byte():
+    """Each part of a byte is a code, shifted and multiplied as it says."""
+    stored = jnp.arange(256, dtype=jnp.uint8).astype(jnp.int8)
+    nibbles = np.stack([np.arange(256) & 15, np.arange(256) >> 4])
+    for format in (QuantFormat(4, 64, "zero", "float32"), QuantFormat(4, 64, "none", "float32")):
+        codes = (nibbles ^ 8) - 8 if format.signed else nibbles
+        for part, code in zip(quantized.parts(format), codes, strict=True):
+            np.testing.assert_array_equal(part.codes(stored).astype(np.float32) / part.divisor + part.shift, code)

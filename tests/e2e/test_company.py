@@ -23,7 +23,11 @@ def requests(story: list[int]) -> list[Ask]:
     """Prompts that share beginnings of a few texts, for a few tokens each."""
     rng = random.Random(0)
     texts = [[1, *story[start:]] for start in (1, 2, 5, 9)]
-    return [Ask(rng.choice(texts)[: rng.randrange(2, 120)], greedy(rng.randrange(1, 60 if rng.random() < 0.2 else 12))) for _ in range(REQUESTS)]
+    asked = []
+    for _ in range(REQUESTS):
+        prompt = rng.choice(texts)[: rng.randrange(2, 120)]
+        asked.append(Ask(prompt, greedy(rng.randrange(1, 60 if rng.random() < 0.2 else 12))))
+    return asked
 
 
 @pytest.mark.skipif(not is_available(), reason="the native kernels are not built")

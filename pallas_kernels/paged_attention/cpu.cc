@@ -21,6 +21,11 @@ struct Cache {
   const uint16_t* scale;
   const uint16_t* minimum;
   int64_t page, heads, head_dim;
+
+  int64_t row_bytes() const {
+    const int64_t bits = store == Store::kF32 ? 32 : store == Store::kBF16 ? 16 : store == Store::kInt4 ? 4 : 8;
+    return head_dim * bits / 8;
+  }
 };
 
 // What a code of float8_e4m3fn stands for.
@@ -36,10 +41,10 @@ struct Fp8Table {
 };
 const Fp8Table fp8;
 
-// The query heads of one token that read key head `key_head` at the positions first <= j <= last.
+// The query heads of one token, `heads` for each of some key heads from `key_head` on, at the positions first <= j <= last.
 struct Query {
   const int32_t* table;
-  int64_t key_head, heads, first, last;
+  int64_t key_head, key_heads, heads, first, last;
   float softcap;
 };
 
@@ -110,15 +115,18 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
     }
   }
 
-  const int64_t floats = 2 * heads * width + JAXSERVE_DISPATCH(attend_floats, heads, width);
-  Team::get().each(tokens * key_heads, [&](int64_t item, int) {
-    const int64_t token = item / key_heads, key_head = item % key_heads;
+  // With tokens enough for all threads, one takes all heads of a token: their keys lie side by side.
+  Team& team = Team::get();
+  const int64_t together = tokens >= 2 * team.size() ? key_heads : 1, rows = together * heads;
+  const int64_t floats = 2 * rows * width + JAXSERVE_DISPATCH(attend_floats, heads, together, width);
+  team.each(tokens * key_heads / together, [&](int64_t item, int) {
+    const int64_t token = item * together / key_heads, key_head = item * together % key_heads;
     const int64_t at = (token * query_heads + key_head * heads) * head_dim;
     float* const padded_q = static_cast<float*>(Team::scratch(floats * sizeof(float), 1));
-    float* const out = padded_q + heads * width;
+    float* const out = padded_q + rows * width;
     const int64_t s = std::upper_bound(start, start + seqs + 1, token) - start - 1;
     if (s < seqs) {
-      for (int64_t n = 0; n < heads; ++n) {
+      for (int64_t n = 0; n < rows; ++n) {
         for (int64_t h = 0; h < width; ++h) {
           const int64_t from = at + n * head_dim + h;
           const float value = h >= head_dim ? 0.0f
@@ -129,12 +137,12 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
       }
       const int64_t last = lengths.typed_data()[s] - start[s + 1] + token;
       const int64_t first = window > 0 ? std::max<int64_t>(last - window + 1, 0) : 0;
-      const Query query{tables.typed_data() + s * pages_per_seq, key_head, heads, first, last, softcap};
-      JAXSERVE_DISPATCH(attend, query, keys, values, padded_q, out, out + heads * width);
+      const Query query{tables.typed_data() + s * pages_per_seq, key_head, together, heads, first, last, softcap};
+      JAXSERVE_DISPATCH(attend, query, keys, values, padded_q, out, out + rows * width);
     } else {
-      std::fill(out, out + heads * width, 0.0f);  // padding
+      std::fill(out, out + rows * width, 0.0f);  // padding
     }
-    for (int64_t n = 0; n < heads; ++n) {
+    for (int64_t n = 0; n < rows; ++n) {
       for (int64_t h = 0; h < head_dim; ++h) {
         const int64_t to = at + n * head_dim + h;
         const float value = out[n * width + h];

@@ -93,13 +93,15 @@ Type type_of(ffi::DataType type) {
 
 ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
                             ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t group, std::string_view offset, std::string_view activation,
-                            bool level2, std::string_view layout, int64_t layer) {
+                            bool level2, int64_t layer) {
   const int64_t inputs = x.dimensions().back(), outputs = y->dimensions().back();
-  const Timed timed([&] { return "quantized_matmul int" + std::to_string(bits) + " [" + std::to_string(outputs) + ", " + std::to_string(inputs) + "]"; });
+  const Timed timed([&] {
+    return "quantized_matmul int" + std::to_string(bits) + " [" + std::to_string(outputs) + ", " + std::to_string(inputs) + "]";
+  });
   if (group <= 0) return invalid("quantized_matmul: a group is empty");
   Weight w{static_cast<const uint8_t*>(codes.untyped_data()), scale.untyped_data(), nullptr, outputs, inputs, group,
            (inputs + group - 1) / group, static_cast<int>(bits), Offset::kNone, type_of(scale.element_type()), nullptr, Type::kF32,
-           layout == "panels"};
+           codes.dimensions().size() > 3};  // [O/16, C, 16, 4], or [O, ...]; of several layers, with an axis more
   std::size_t next = 0;
   if (offset != "none") {
     auto field = rest.get<ffi::AnyBuffer>(next++);
@@ -182,5 +184,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_quantized_matmul, jaxserve::quantized_mat
                                   .Attr<std::string_view>("offset")
                                   .Attr<std::string_view>("activation")
                                   .Attr<bool>("level2")
-                                  .Attr<std::string_view>("layout")
                                   .Attr<int64_t>("layer"));

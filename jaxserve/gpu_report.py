@@ -43,11 +43,17 @@ def compile_cases(target: Gpu, match: str, folder: pathlib.Path) -> Iterator[dic
     from jaxserve.absent import AbsentGpu
     from jaxserve.pallas_kernels.dense_matmul import op as dense
     from jaxserve.pallas_kernels.dense_matmul import shapes as dense_shapes
+    from jaxserve.pallas_kernels.paged_attention import op as attention
+    from jaxserve.pallas_kernels.paged_attention import shapes as attention_shapes
     from jaxserve.pallas_kernels.quantized_matmul import op as quantized
     from jaxserve.pallas_kernels.quantized_matmul import shapes as quantized_shapes
 
     gpu = AbsentGpu(target)
-    for op, shapes in ((dense.OP, dense_shapes), (quantized.OP, quantized_shapes)):
+    for op, shapes in (
+        (dense.OP, dense_shapes),
+        (quantized.OP, quantized_shapes),
+        (attention.OP, attention_shapes),
+    ):
         for case in shapes.cases("bfloat16"):
             if match not in f"{op.name} {case.name}":
                 continue

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxserve.pallas_kernels._op import Kernel, Op
 from jaxserve.pallas_kernels.dense_matmul.op import OP as DENSE_MATMUL
+from jaxserve.pallas_kernels.paged_attention.op import OP as PAGED_ATTENTION
 from jaxserve.pallas_kernels.quantized_matmul.op import OP as QUANTIZED_MATMUL
 
 
@@ -22,3 +23,4 @@ def _register(op: Op, function: str, name: str) -> None:
 _register(DENSE_MATMUL, "kernel", "mosaic")
 _register(QUANTIZED_MATMUL, "narrow_kernel", "mosaic-narrow")
 _register(QUANTIZED_MATMUL, "kernel", "mosaic")
+_register(PAGED_ATTENTION, "kernel", "mosaic-decode")

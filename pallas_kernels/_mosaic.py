@@ -137,12 +137,12 @@ def zeros(shape: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
 
 
 def multiply(pairs: Sequence[tuple[Any, Any]], tile: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
-    """The sum [rows, columns] of a @ b.T over `pairs` of a left operand [rows, k], in registers or shared memory, and a
-    right one [columns, k] in shared memory."""
+    """The sum [rows, columns] of a @ b over `pairs` of a left operand [rows, k], in registers or shared memory, and a
+    right one [k, columns] in shared memory."""
 
     def scope(acc: Any) -> jax.Array:
         for left, right in pairs:
-            plgpu.wgmma(acc, left, right.T)
+            plgpu.wgmma(acc, left, right)
         return acc[...]
 
     return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(tile, dtype))

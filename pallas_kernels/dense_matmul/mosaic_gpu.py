@@ -58,7 +58,7 @@ def product(
 
         def step_body(indices: Any, w_smem: Any, x_smem: Any, carry: Any) -> tuple[jax.Array, jax.Array]:
             total, part = carry
-            found = _mosaic.multiply([(w_smem.at[mine], x_smem)], tile, total_dtype)
+            found = _mosaic.multiply([(w_smem.at[mine], x_smem.T)], tile, total_dtype)
             return size.end_of_step(indices[0], total, part + found)
 
         def store(total: jax.Array, part: jax.Array) -> None:

@@ -159,7 +159,7 @@ def _call(size: _mosaic.Blocks, format: QuantFormat, layer: int | None, staged: 
                     staging[wg, index] = codes_tile
                 plgpu.commit_smem()
                 tiles = [staging.at[wg, index] for index in range(len(kinds))]
-            return _mosaic.multiply([(left, x.at[:, place]) for left, x in zip(tiles, x_tiles, strict=True)], tile)
+            return _mosaic.multiply([(left, x.at[:, place].T) for left, x in zip(tiles, x_tiles, strict=True)], tile)
 
         def step_body(indices: Any, codes_smem: Any, *rest: Any) -> tuple[jax.Array, jax.Array]:
             *x_smem, (total, part) = rest

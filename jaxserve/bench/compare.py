@@ -42,13 +42,12 @@ class Compared:
 def compare(
     systems: Mapping[str, Open], load: Load, vocab: int, rounds: int, goodput: Mapping[str, float], report: Reporter
 ) -> list[Compared]:
-    """Starts every system, runs a short load to warm each up, then `rounds` rounds in which each takes its turn."""
+    """Starts every system, lets each answer one load that is not counted, then `rounds` rounds in turn."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     with contextlib.ExitStack() as stack, report.stage("bench", describe(load), total=rounds * len(systems)) as stage:
         running = {name: stack.enter_context(opened()) for name, opened in systems.items()}
-        short = dataclasses.replace(load, requests=load.concurrency or 1, output=min(load.output, 8))
-        for system in running.values():
-            system.run(short, short.prompts(vocab, seed=rounds))
+        for system in running.values():  # a whole round: a server may still be loading behind its first answers
+            system.run(load, load.prompts(vocab, seed=rounds))
         for turn in range(rounds):
             prompts = load.prompts(vocab, seed=turn)
             for name, system in running.items():

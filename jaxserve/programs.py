@@ -1,5 +1,6 @@
 """The programs of an artifact: one a bucket and three helpers, exported, compiled and serialized."""
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -9,10 +10,12 @@ import jax
 
 from jaxserve import artifact as artifacts
 from jaxserve import executables
+from jaxserve._compat import spec_of
 from jaxserve.absent import OPTIONS, AbsentGpu
 from jaxserve.artifact import ArtifactWriter
 from jaxserve.lowering import graph_forward, specs_of
 from jaxserve.manifest import ArraySpec, CachedExecutable, Program
+from jaxserve.pallas_kernels import OPS
 from jaxserve.pallas_kernels._native import CUSTOM_CALLS, is_available
 from jaxserve.pallas_kernels._target import compiling_for
 from jaxserve.passes.graph import Graph
@@ -22,7 +25,7 @@ from jaxserve.reporting import Reporter, StageProgress
 from jaxserve.serving import state as slot_state
 from jaxserve.serving import step as steps
 from jaxserve.serving.step import Bucket
-from jaxserve.targets import Gpu
+from jaxserve.targets import Gpu, Target
 
 
 def build_programs(
@@ -50,6 +53,18 @@ def build_programs(
         programs = tuple(future.result() for future in futures)
         stage.done(f"{len(programs)} programs: " + ", ".join(f"{b.kind} {b.tokens}x{b.seqs}" for b in buckets))
     return programs
+
+
+def chosen_kernels(graph: Graph, target: Target) -> list[str]:
+    """Who computes a graph's ops on a target, a line for each kernel and each set of reasons why others refused."""
+    found: collections.Counter[str] = collections.Counter()
+    with compiling_for(target):
+        for eqn in graph.eqns:
+            if op := OPS.get(eqn.primitive.name):
+                choice = op.choose(target.platform, *map(spec_of, eqn.invars), **eqn.params)
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refusals)
+                found[f"{op.name} by {choice.name}{f' ({reasons})' if reasons else ''}"] += 1
+    return [f"{count}x {line}" for line, count in found.items()]
 
 
 @contextlib.contextmanager

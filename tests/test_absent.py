@@ -11,6 +11,7 @@ from jaxserve.cli import main
 from jaxserve.errors import UserError
 from jaxserve.gpu_report import failures, report
 from jaxserve.models.config import ModelConfig
+from jaxserve.programs import chosen_kernels
 from jaxserve.serving.load import check_machine
 from jaxserve.sizing import kv_bytes_per_token, pool_tokens, rewritten_graph, weight_bytes
 from jaxserve.targets import GPUS, H100_SXM, cpu_target
@@ -68,6 +69,15 @@ def test_an_artifact_for_a_gpu_is_refused_on_a_cpu():
     with pytest.raises(UserError, match="compiled for h200, and JAX runs on cpu"):
         check_machine(GPUS["h200"], print)
     check_machine(cpu_target(), lambda line: pytest.fail(line))
+
+
+def test_who_computes_what_is_said_with_the_reasons():
+    graph = rewritten_graph(ModelConfig.from_hf(LLAMA2_7B).with_layers(1), {}, "w4a16")
+    lines = chosen_kernels(graph, H100_SXM)
+    assert "4x quantized_matmul by mosaic" in lines
+    assert "1x dense_matmul by mosaic" in lines
+    assert any(line.startswith("1x paged_attention by reference (mosaic-decode: 3 tokens of 1 seq") for line in lines)
+    assert any("it needs sm_90a, and a100 is sm_80" in line for line in chosen_kernels(graph, GPUS["a100"]))
 
 
 def test_the_report_reads_ptxas(tmp_path: pathlib.Path):

@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels._target import compiling_for
 from jaxserve.targets import Gpu
 
 WHEELS = "jax-cuda12-plugin, jax-cuda12-pjrt (the version of jax) and nvidia-cuda-nvcc-cu12, each with --no-deps"
-OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+OPTIONS: dict[str, str | bool | int | float] = {"xla_gpu_enable_triton_gemm": False}
 """Without a device to time them on, XLA picks poor tiles for its own Triton matmuls."""
 
 
@@ -48,3 +48,18 @@ class AbsentGpu:
         with self.lowering():
             lowered = jax.jit(function, donate_argnums=donate).lower(*self.specs(specs))
             return lowered.compile(compiler_options=OPTIONS)
+
+    def check_memory(self, name: str, compiled: Any) -> None:
+        """UserError when what a program takes, keeps and computes with does not fit the card at once."""
+        memory = compiled.memory_analysis()
+        parts = {
+            "arguments": memory.argument_size_in_bytes,
+            "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+        }
+        if sum(parts.values()) > self.gpu.memory_bytes:
+            listed = ", ".join(f"{what} {size / 1e9:.1f} GB" for what, size in parts.items())
+            raise UserError(
+                f"{name} does not fit {self.gpu.name}'s {self.gpu.memory_bytes / 1e9:.1f} GB ({listed}); lower "
+                "--kv-tokens or --max-num-batched-tokens"
+            )

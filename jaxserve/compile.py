@@ -34,7 +34,7 @@ from jaxserve.passes.pipeline import Pass, PipelineResult, Stage, run_pipeline
 from jaxserve.passes.printer import print_graph
 from jaxserve.passes.verify import NumberCheck, Verifier
 from jaxserve.plan import CompileOptions, Plan, make_plan
-from jaxserve.programs import array_specs, build_programs
+from jaxserve.programs import array_specs, build_programs, chosen_kernels
 from jaxserve.report_html import report_data, write_report
 from jaxserve.reporting import Reporter
 from jaxserve.serving import state as slot_state
@@ -149,6 +149,9 @@ def _run_reference(
         _emit_ir(options, report, writer, next(order), ran.step.name, ran.result.graph)
 
     result = run_pipeline(graph, plan.passes, plan.context(bucket), [after])
+    if options.explain:
+        for line in chosen_kernels(result.graph, plan.target):
+            report.note(line)
     if numbers is not None:
         report.note(f"{numbers.checked} distinct rewritten regions give the numbers of what they replace")
     return result

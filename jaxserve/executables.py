@@ -28,6 +28,9 @@ from jaxserve.targets import Target
 Options = Mapping[str, str | bool | int | float]
 Report = Callable[[str], None]
 
+PALLAS_CALL = "mosaic_gpu_v2"
+"""What a Pallas kernel is in StableHLO; JAX's plugin knows it."""
+
 _VERSIONED = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
@@ -38,10 +41,19 @@ def export_program(
 
     `custom_calls` names the FFI targets that it calls; they must be registered again before the program is loaded.
     """
+    if platform == "cuda":
+        custom_calls = (*custom_calls, PALLAS_CALL)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in custom_calls]
     jitted = jax.jit(function, donate_argnums=tuple(donate))
     exported = jax.export.export(jitted, platforms=(platform,), disabled_checks=checks)(*specs)
     return bytes(exported.serialize())
+
+
+def exported_call(exported: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function that `export_program` exported, and the shapes of its arguments."""
+    program = jax.export.deserialize(bytearray(exported))
+    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.in_avals]
+    return program.call, jax.tree.unflatten(program.in_tree, specs)[0]
 
 
 def compile_program(exported: bytes, *, donate: Sequence[int] = (), options: Options | None = None) -> Any:
@@ -49,10 +61,8 @@ def compile_program(exported: bytes, *, donate: Sequence[int] = (), options: Opt
 
     Calling an export forgets what the exported function donated, so `donate` is given again.
     """
-    program = jax.export.deserialize(bytearray(exported))
-    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.in_avals]
-    arguments, _ = jax.tree.unflatten(program.in_tree, specs)
-    lowered = jax.jit(program.call, donate_argnums=tuple(donate)).lower(*arguments)
+    call, arguments = exported_call(exported)
+    lowered = jax.jit(call, donate_argnums=tuple(donate)).lower(*arguments)
     return lowered.compile(compiler_options=dict(options) if options else None)
 
 
@@ -71,7 +81,7 @@ def executable_key(target: Target, options: Options | None = None) -> dict[str, 
     flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump"))
     key = {name: version for name in _VERSIONED if (version := _version(name))}
     return key | {
-        "kernels": describe(),
+        "kernels": describe() if target.platform == "cpu" else "Pallas kernels",
         "target": target.fingerprint(),
         "xla_flags": " ".join(flags),
         "options": json.dumps(dict(options or {}), sort_keys=True),

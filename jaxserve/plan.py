@@ -16,7 +16,8 @@ from jaxserve.passes.pipeline import Context, KvGeometry, Pass, select
 from jaxserve.passes.recipes import find_recipe, parse_spec
 from jaxserve.serving.request import Limits
 from jaxserve.serving.step import Bucket
-from jaxserve.targets import Target, find_target
+from jaxserve.sizing import pool_tokens, small_graph
+from jaxserve.targets import Gpu, Target, find_target
 
 DEFAULT_MODEL_LEN = 4096
 DEFAULT_KV_TOKENS = 16384
@@ -102,11 +103,12 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
     _check_printed(options.print_ir_after, [step.name for step in passes])
     activations = "bf16" if any(isinstance(step, NarrowMatmul) for step in passes) else "f32"
     page = next((step.page for step in passes if isinstance(step, InsertPagedKv)), page)
+    target = find_target(options.target)
+    if isinstance(target, Gpu) and not options.kv_tokens and any(isinstance(step, InsertPagedKv) for step in passes):
+        graph = small_graph(checkpoint.config, stored_forms(checkpoint), passes)
+        options = dataclasses.replace(options, kv_tokens=pool_tokens(graph, target))
     limits = _limits(options, checkpoint, vocab, page)
     name = "custom" if options.pipeline else recipe.name
-    target = find_target(options.target)
-    if target.platform != "cpu":
-        raise UserError(f"target {target.name!r} cannot be compiled for yet; available: cpu")
     return Plan(
         checkpoint=checkpoint, recipe=name, activations=activations, passes=passes, limits=limits, target=target
     )

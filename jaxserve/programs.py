@@ -1,5 +1,6 @@
 """The programs of an artifact: one a bucket and three helpers, exported, compiled and serialized."""
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -9,10 +10,14 @@ import jax
 
 from jaxserve import artifact as artifacts
 from jaxserve import executables
+from jaxserve._compat import spec_of
+from jaxserve.absent import OPTIONS, AbsentGpu
 from jaxserve.artifact import ArtifactWriter
 from jaxserve.lowering import graph_forward, specs_of
 from jaxserve.manifest import ArraySpec, CachedExecutable, Program
+from jaxserve.pallas_kernels import OPS
 from jaxserve.pallas_kernels._native import CUSTOM_CALLS, is_available
+from jaxserve.pallas_kernels._target import compiling_for
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.pipeline import run_pipeline
 from jaxserve.plan import Plan
@@ -20,6 +25,7 @@ from jaxserve.reporting import Reporter, StageProgress
 from jaxserve.serving import state as slot_state
 from jaxserve.serving import step as steps
 from jaxserve.serving.step import Bucket
+from jaxserve.targets import Gpu, Target
 
 
 def build_programs(
@@ -27,7 +33,9 @@ def build_programs(
 ) -> tuple[Program, ...]:
     """Exports every program; two threads compile what is exported, since XLA leaves the interpreter lock."""
     buckets = steps.default_buckets(plan.limits)
+    absent = AbsentGpu(plan.target) if isinstance(plan.target, Gpu) else None
     with (
+        compiling_for(plan.target),
         report.stage("programs", f"{len(buckets)} buckets", total=len(buckets) + 3) as stage,
         _compilers() as pool,
     ):
@@ -39,12 +47,24 @@ def build_programs(
             caches = specs_of(graph, "cache")
             program = _bucket_program(plan, bucket)
             exported = export_bucket(plan, bucket, graph)
-            futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage))
+            futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage, absent))
         for program, exported in _helper_programs(plan, caches):
-            futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage))
+            futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage, absent))
         programs = tuple(future.result() for future in futures)
         stage.done(f"{len(programs)} programs: " + ", ".join(f"{b.kind} {b.tokens}x{b.seqs}" for b in buckets))
     return programs
+
+
+def chosen_kernels(graph: Graph, target: Target) -> list[str]:
+    """Who computes a graph's ops on a target, a line for each kernel and each set of reasons why others refused."""
+    found: collections.Counter[str] = collections.Counter()
+    with compiling_for(target):
+        for eqn in graph.eqns:
+            if op := OPS.get(eqn.primitive.name):
+                choice = op.choose(target.platform, *map(spec_of, eqn.invars), **eqn.params)
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refusals)
+                found[f"{op.name} by {choice.name}{f' ({reasons})' if reasons else ''}"] += 1
+    return [f"{count}x {line}" for line, count in found.items()]
 
 
 @contextlib.contextmanager
@@ -79,7 +99,7 @@ def export_bucket(plan: Plan, bucket: Bucket, graph: Graph) -> bytes:
         slot_state.state_specs(plan.limits),
         steps.InputLayout.of(bucket, plan.limits).spec,
     )
-    custom_calls = CUSTOM_CALLS if is_available() else ()
+    custom_calls = CUSTOM_CALLS if plan.target.platform == "cpu" and is_available() else ()
     return executables.export_program(
         step, *specs, donate=(1, 2), platform=plan.target.platform, custom_calls=custom_calls
     )
@@ -102,9 +122,20 @@ def _helper_programs(plan: Plan, caches: Mapping[str, jax.ShapeDtypeStruct]) -> 
 
 
 def _compile_one(
-    plan: Plan, program: Program, exported: bytes, writer: ArtifactWriter, stage: StageProgress
+    plan: Plan,
+    program: Program,
+    exported: bytes,
+    writer: ArtifactWriter,
+    stage: StageProgress,
+    absent: AbsentGpu | None,
 ) -> Program:
-    compiled = executables.compile_program(exported, donate=program.donate)
+    if absent is None:
+        compiled = executables.compile_program(exported, donate=program.donate)
+    else:
+        call, arguments = executables.exported_call(exported)
+        compiled = absent.compile(call, *arguments, donate=program.donate)
+        absent.check_memory(program.name, compiled)
+        program = dataclasses.replace(program, compiler_options=OPTIONS)
     file = f"{artifacts.EXECUTABLES}/{program.name}.bin"
     writer.write(program.export, exported)
     writer.write(file, executables.serialize(compiled))

@@ -6,7 +6,7 @@ Every time here is predicted from counted bytes and operations and the ceilings 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import UserError
@@ -15,7 +15,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.resolve import resolve
 from jaxserve.pallas_kernels._shapes import size
 from jaxserve.passes.graph import Graph, Stored
-from jaxserve.passes.pipeline import Context, KvGeometry, run_pipeline
+from jaxserve.passes.pipeline import Context, KvGeometry, Pass, run_pipeline
 from jaxserve.passes.recipes import find_recipe, parse_spec
 from jaxserve.roofline import ROWS, TOKENS, Roofline, count, decode_load, prefill_load, roofline
 from jaxserve.targets import Gpu
@@ -89,9 +89,21 @@ def recommend(sizings: Sequence[Sizing]) -> Decode | None:
 
 def rewritten_graph(config: ModelConfig, stored: dict[str, Stored], recipe: str) -> Graph:
     """The graph that a recipe makes of a model, at the sizes that `count` wants."""
-    passes = parse_spec(find_recipe(recipe).spec(page=_PAGE))
+    return small_graph(config, stored, parse_spec(find_recipe(recipe).spec(page=_PAGE)))
+
+
+def small_graph(config: ModelConfig, stored: Mapping[str, Stored], passes: Sequence[Pass]) -> Graph:
+    """The graph that passes make of a model, at the sizes that `count` wants."""
     graph = trace_model(config, TOKENS, ROWS, stored)
     return run_pipeline(graph, passes, Context(KvGeometry(num_pages=8, pages_per_seq=4, seqs=ROWS))).graph
+
+
+def pool_tokens(graph: Graph, gpu: Gpu) -> int:
+    """Tokens whose keys and values fit beside the weights. UserError when not even the weights fit."""
+    weights, usable = weight_bytes(graph), int(gpu.memory_bytes * USABLE)
+    if weights >= usable:
+        raise UserError(f"{weights / 1e9:.1f} GB of weights do not fit the {usable / 1e9:.1f} GB usable of {gpu.name}")
+    return (usable - weights) // kv_bytes_per_token(graph)
 
 
 def weight_bytes(graph: Graph) -> int:

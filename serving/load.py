@@ -17,7 +17,7 @@ from jaxserve.serving.request import Limits
 from jaxserve.serving.runner import Runner
 from jaxserve.serving.state import init_state
 from jaxserve.serving.step import Bucket
-from jaxserve.targets import find_target
+from jaxserve.targets import Target, find_target
 
 # Tokens of a short chat with its template: the bucket that takes it is wanted first.
 _SHORT_PROMPT = 64
@@ -97,6 +97,7 @@ def load_runner(artifact: Artifact, report: Callable[[str], None]) -> Runner:
     """
     manifest = artifact.manifest
     target = find_target(manifest.target)
+    check_machine(target, report)
     programs = sorted(manifest.programs, key=_when_wanted)
     loading = executables.load_in_background(artifact, [program.name for program in programs], target, report)
     params = weights_io.load_weights(artifact)
@@ -118,6 +119,19 @@ def load_runner(artifact: Artifact, report: Callable[[str], None]) -> Runner:
         limits=limits,
         is_loaded=step_programs.is_loaded,
     )
+
+
+def check_machine(target: Target, report: Callable[[str], None]) -> None:
+    """UserError when what `target` runs cannot run on this machine's device; a card of another name is reported."""
+    device = jax.devices()[0]
+    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+    if platform != target.platform:
+        raise UserError(
+            f"the artifact was compiled for {target.name}, and JAX runs on {device.device_kind} ({platform}) here; "
+            f"compile the model for this machine, with --target"
+        )
+    if target.platform == "cuda" and device.device_kind != target.device_kind:
+        report(f"the artifact was compiled for {target.device_kind}, and this is {device.device_kind}")
 
 
 def empty_caches(manifest: Manifest) -> dict[str, jax.Array]:

@@ -107,8 +107,6 @@ def _unsupported(x: Any, format: QuantFormat, shape: tuple[int, int], activation
         return f"groups of {format.group} inputs; it knows {', '.join(map(str, GROUPS))} and whole rows"
     if outputs % 64 or inputs % 128:
         return f"a weight [{outputs}, {inputs}]; outputs must be a multiple of 64 and inputs one of 128"
-    if format.group and (inputs // format.group) % 8:
-        return f"{inputs // format.group} groups a row; rows of scales are copied in units of 8"
     return ""
 
 

@@ -26,6 +26,7 @@ from jaxserve.manifest import (
     Sizes,
     StaticLimits,
 )
+from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.resolve import resolve
 from jaxserve.passes.graph import Graph
@@ -52,6 +53,9 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
     with report.stage("resolve", options.model) as stage:
         checkpoint = resolve(options.model)
         stage.done(f"{checkpoint.origin}: {describe(checkpoint.config)}")
+    if options.draft:
+        checkpoint = _draft_of(checkpoint, options.draft)
+        report.note(f"draft: {describe(checkpoint.config)}")
     if checkpoint.unused:
         report.note(
             f"{len(checkpoint.unused)} tensors of the checkpoint are not used: {', '.join(checkpoint.unused[:5])}"
@@ -82,6 +86,15 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
         )
         manifest = writer.finish(manifest)
     return summary(manifest, options.output, time.perf_counter() - start, made.calibration_seconds)
+
+
+def _draft_of(checkpoint: Checkpoint, draft: str) -> Checkpoint:
+    """What --draft asks for of a checkpoint: its first N layers."""
+    kind, _, number = draft.partition(":")
+    layers = checkpoint.config.layers
+    if kind != "layers" or not number.isdecimal() or not 1 <= int(number) <= layers:
+        raise UserError(f"--draft {draft}: allowed is layers:N with N from 1 to {layers}, the model's own layers")
+    return checkpoint.first_layers(int(number))
 
 
 def _load_copied_tokenizer(folder: pathlib.Path, origin: str) -> Tokenizer:

@@ -30,6 +30,7 @@ class CompileOptions:
 
     model: str
     output: pathlib.Path | None
+    draft: str | None = None
     recipe: str | None = None
     activations: str | None = None
     kv_dtype: str | None = None

@@ -1,11 +1,12 @@
 """A model on disk: what it is, and its parameters, read one at a time by path."""
 
 import abc
+import copy
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +125,20 @@ class Checkpoint(abc.ABC):
     def specs(self) -> dict[str, TensorSpec]:
         """Every parameter by path."""
         return dict(self._specs)
+
+    def first_layers(self, count: int) -> Self:
+        """The model cut to its first `count` layers, after which its last norm and its head follow: an early exit.
+
+        ValueError when it has fewer.
+        """
+        if not 1 <= count <= self.config.layers:
+            raise ValueError(f"{count} layers of a model of {self.config.layers}")
+        cut = copy.copy(self)
+        cut.config = self.config.with_layers(count)
+        kept = param_specs(make_module(cut.config, jnp.dtype("float32")))
+        cut._specs = {path: self._specs[path] for path in kept}
+        cut.stored_bytes = sum(self._store.tensors[name].nbytes for name in {self._sources[path].name for path in kept})
+        return cut
 
     def read(self, path: str) -> np.ndarray:
         """One parameter: float32 if it is stored quantized, else float32, float16 or bfloat16 as stored.

@@ -117,9 +117,11 @@ class Scheduler:
 
     def _add_proposals(self, plan: StepPlan) -> None:
         """Proposals take what tokens, rows and free pages the plan has left: they displace nothing."""
+        if self.speculation is None:
+            return
         rows = {row.seq: row for row in plan.rows if row.count == row.samples == 1 and row.tokens}
         room = min(self.limits.token_budget - plan.num_tokens, self.limits.row_sizes[-1] - plan.num_samples)
-        if self.speculation is None or not rows or room <= 0:
+        if not rows or room <= 0:
             return
         limits = {seq: min(seq.max_new - seq.num_outputs - 1, self._free_positions(seq)) for seq in rows}
         for seq, proposals in self.speculation.propose(limits, plan.num_samples, room).items():

@@ -68,7 +68,7 @@ class Session:
     def _draft(self, folder: pathlib.Path) -> DraftProposer:
         """The artifact in `folder` as a draft; UserError when its tokens are not the target's."""
         artifact = open_artifact(folder)
-        _check_same_tokens(folder, load_tokenizer(artifact.tokenizer), self.tokenizer)
+        check_same_tokens(folder, load_tokenizer(artifact.tokenizer), self.tokenizer)
         limits = compiled_limits(artifact.manifest)
         if limits.vocab_size != self.limits.vocab_size:
             raise UserError(
@@ -90,7 +90,7 @@ class Session:
             engine.stop()
 
 
-def _check_same_tokens(folder: pathlib.Path, draft: Tokenizer, target: Tokenizer) -> None:
+def check_same_tokens(folder: pathlib.Path, draft: Tokenizer, target: Tokenizer) -> None:
     """UserError unless every id stands for the same bytes in both."""
     reason = ""
     if draft.vocab_size != target.vocab_size:

@@ -178,6 +178,8 @@ CALIBRATED = "canonicalize,lower-dense-matmul,prune,insert-paged-kv"
         (["--pipeline", CALIBRATED, "--calibration-length", "513"], "--calibration-length 513 is more than 512"),
         (["--pipeline", CALIBRATED, "--calibration", "/none"], "--calibration /none: No such file or directory"),
         (["--target", "abacus"], "abacus"),
+        (["--draft", "layers:6"], "--draft layers:6: allowed is layers:N with N from 1 to 5"),
+        (["--draft", "half"], "--draft half: allowed is layers:N"),
     ],
 )
 def test_flags_that_do_not_fit(

@@ -38,6 +38,7 @@ WITHOUT_JAX = (
     "serving.scheduler",
     "serving.speculation",
     "serving.ngram",
+    "serving.draft",
 )
 UNSTABLE = ("jax.extend", "jax.interpreters", "jax._src")
 

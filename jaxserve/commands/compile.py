@@ -14,6 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a Hugging Face folder, a .gguf file, a sample's name, or a Hub id ORG/NAME")
     parser.add_argument("-o", "--output", type=pathlib.Path, help="folder of the artifact")
     parser.add_argument(
+        "--draft", metavar="layers:N",
+        help="compile a draft for speculative decoding in place of the model: its first N layers and its head",
+    )  # fmt: skip
+    parser.add_argument(
         "--recipe",
         help="`jaxserve passes` lists them (default: native for a quantized checkpoint, else bf16)",
     )
@@ -96,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
         CompileOptions(
             model=options.model,
             output=None if options.stop_after else options.output,
+            draft=options.draft,
             recipe=options.recipe,
             activations=options.activations,
             kv_dtype=options.kv_dtype,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.errors import UserError
 from jaxserve.pallas_kernels._native import is_available
 from jaxserve.serving.request import SamplingParams
 from jaxserve.serving.session import Session
@@ -31,8 +32,8 @@ def session(artifacts: pathlib.Path, stories_model: pathlib.Path) -> Iterator[Se
     opened = load(folder)
     opened.runner.warmup()
     yield opened
-    assert opened.runner.compilations == 0
-    opened.runner.close()
+    for runner in (opened.runner, *opened.drafts.values()):
+        runner.close()
 
 
 def spendthrift(session: Session, proposer: str) -> Speculation:
@@ -55,10 +56,12 @@ def requests(story: list[int]) -> list[Ask]:
 
 
 def answers(session: Session, asked: list[Ask], speculation: Speculation | None, **options: Any) -> list[Any]:
+    compilations = session.runner.compilations
     with session.running(speculation=speculation, **options) as engine:
         results = ask(engine, *asked)
         settle(engine)
         engine.scheduler.pool.check_integrity([])
+    assert session.runner.compilations == compilations
     return [
         (each.ids, each.text, [(one.id, one.top) for one in each.logprobs], each.finish_reason, each.stop_reason)
         for choices in results
@@ -85,3 +88,36 @@ def test_as_measured_costs_have_it(session: Session, story: list[int]):
     asked = requests(story)
     plain, speculation = answers(session, asked, None), session.speculation("ngram")
     assert [ids for ids, *_ in answers(session, asked, speculation)] == [ids for ids, *_ in plain]
+
+
+@pytest.fixture(scope="module")
+def early_exit(artifacts: pathlib.Path, stories_model: pathlib.Path) -> pathlib.Path:
+    """The first three of five layers, with fewer slots and pages than the target."""
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_tokens": 512}
+    return compile_artifact(artifacts / "stories-draft", stories_model, "w8a16", draft="layers:3", **limits)
+
+
+def test_a_draft_changes_no_answer(session: Session, early_exit: pathlib.Path, story: list[int]):
+    asked = requests(story)
+    speculation = spendthrift(session, str(early_exit))
+    for runner in session.drafts.values():
+        runner.warmup()
+    found = answers(session, asked, speculation)
+    assert [ids for ids, *_ in found] == [ids for ids, *_ in answers(session, asked, None)]
+    assert speculation.num_accepted > 10
+
+
+def test_a_draft_equal_to_its_target_is_always_right(session: Session, artifacts: pathlib.Path, story: list[int]):
+    """Sampled tokens too: it uses the same noise."""
+    asked = [Ask(story[:20], SamplingParams(max_tokens=40, **options)) for options in (OPTIONS[0], OPTIONS[3])]
+    speculation = spendthrift(session, str(artifacts / "stories-int8"))
+    for runner in session.drafts.values():
+        runner.warmup()
+    found = [answers(session, [one], speculation) for one in asked]
+    assert found == [answers(session, [one], None) for one in asked]
+    assert speculation.num_accepted == speculation.num_proposed > 50
+
+
+def test_what_is_neither_known_nor_a_folder_is_refused(session: Session):
+    with pytest.raises(UserError, match="--speculate eagle: allowed are off, ngram, or the folder of a draft"):
+        session.speculation("eagle")

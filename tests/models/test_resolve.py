@@ -50,3 +50,17 @@ def test_names_of_nothing_say_what_was_tried(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"smollm2-135m-instruct|neither a config"):
         resolve(name)
+
+
+def test_first_layers_of_a_model(shared):
+    whole = resolve(str(shared / "fixtures" / "stories260K"))
+    cut = whole.first_layers(2)
+    assert (cut.config.layers, whole.config.layers) == (2, 5)
+    assert set(cut.specs()) == {
+        path for path in whole.specs() if not path.startswith(("layers_2", "layers_3", "layers_4"))
+    }
+    assert cut.stored_bytes < whole.stored_bytes
+    assert cut.read("norm/scale").shape == (64,)
+    for count in (0, 6):
+        with pytest.raises(ValueError, match=f"{count} layers of a model of 5"):
+            whole.first_layers(count)

@@ -2,15 +2,19 @@
 
 import asyncio
 import dataclasses
+import pathlib
 import random
 
 import pytest
 
+from jaxserve.errors import UserError
 from jaxserve.serving.draft import DraftProposer
 from jaxserve.serving.request import Limits
+from jaxserve.serving.session import check_same_tokens
 from jaxserve.serving.speculation import MOST_PROPOSALS, Speculation
+from jaxserve.text.tokenizer import SpecialTokens, Tokenizer
 from tests.serving.engine_support import LIMITS as ENGINE_LIMITS
-from tests.serving.engine_support import read, request, serve
+from tests.serving.engine_support import TOKENIZER, Pieces, read, request, serve
 from tests.serving.fake_device import FakeRunner
 from tests.serving.simulation import LIMITS, Simulation, assert_as_alone
 
@@ -127,3 +131,18 @@ def test_answers_of_an_engine_are_those_without():
     speculation, _ = drafting(ENGINE_LIMITS, 0.8)
     assert serve(main, speculation=speculation) == serve(main)
     assert speculation.num_accepted > 0
+
+
+def test_a_draft_of_another_tokenizer_is_refused():
+    class Other(Pieces):
+        def token_bytes(self, token: int) -> bytes:
+            return b"?" if token == 7 else super().token_bytes(token)
+
+    class Larger(Pieces):
+        vocab_size = 31
+
+    folder = pathlib.Path("draft")
+    check_same_tokens(folder, TOKENIZER, TOKENIZER)
+    for backend, reason in ((Other(), r"its token 7 is b'\?', the target's b'f'"), (Larger(), "it knows 31 tokens")):
+        with pytest.raises(UserError, match=f"--speculate draft: the draft has another tokenizer: {reason}"):
+            check_same_tokens(folder, Tokenizer(backend, SpecialTokens()), TOKENIZER)

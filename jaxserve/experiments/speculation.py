@@ -22,6 +22,7 @@ from jaxserve.charts import bar_chart
 from jaxserve.errors import UserError
 from jaxserve.experiments import common
 from jaxserve.experiments.common import Settings
+from jaxserve.reporting import print_table
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits
 from jaxserve.serving.request import GenerationRequest, SamplingParams
@@ -159,7 +160,7 @@ def deliver(
         rows.append(summarize("all", name, [pair for _, pair in pairs]))
     title = f"Speculative decoding, {ARTIFACT.value}, {len(questions)} questions of {TOKENS.value} tokens"
     columns = [field.name for field in dataclasses.fields(Row)]
-    common.show(title, columns, [dataclasses.astuple(row) for row in rows])
+    print_table(title, columns, [dataclasses.astuple(row) for row in rows])
     costs = {
         name: {
             "predicted": predicted(answers["off"], each),
@@ -171,7 +172,7 @@ def deliver(
         if each is not None
     }
     for name, each in costs.items():
-        common.show(f"{name}: steps by size", ["size", "steps", "ms"], [
+        print_table(f"{name}: steps by size", ["size", "steps", "ms"], [
             (str(size), count, 1e3 * each["seconds"][size] if each["seconds"][size] else None)
             for size, count in each["steps"].items()
         ])  # fmt: skip

@@ -381,8 +381,8 @@ def test_plain_greedy_steps_skip_the_costly_parts():
 
 def test_noise_is_exponential_and_independent():
     """e^-noise is uniform over ids, and neighbours in ids, positions and keys are uncorrelated."""
-    positions = np.arange(64, dtype=np.int32)
-    keys = np.array([[0, 7], [1, 7]], np.uint32).repeat(32, axis=0)
+    positions = jnp.arange(64)
+    keys = jnp.array([[0, 7], [1, 7]], jnp.uint32).repeat(32, axis=0)
     uniform = np.exp(-np.asarray(exponential_noise(keys, positions, 2**14), np.float64))
     assert 0 < uniform.min() < 1e-5 and 1 - 1e-5 < uniform.max() < 1
     counts, _ = np.histogram(uniform, bins=1024, range=(0, 1))

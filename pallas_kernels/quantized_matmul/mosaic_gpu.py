@@ -70,11 +70,12 @@ def kernel(
     out_dtype: str,
     activation: str | None,
     layer: int | None,
+    layout: str | None = None,
     stage_lhs_in_smem: bool = False,
 ) -> Callable[..., jax.Array] | Refusal:
     """The kernel for this call, or why there is none. `stage_lhs_in_smem` sends the codes through shared memory to
     wgmma: the interpreter knows no left operand in registers."""
-    if reason := not_hopper() or _unsupported(x, format, shape, activation):
+    if reason := not_hopper() or _repacked(layout) or _unsupported(x, format, shape, activation):
         return Refusal(reason)
     outputs, inputs = shape
     rows = math.prod(x.shape[:-1])
@@ -93,6 +94,10 @@ def kernel(
         return y[:rows].astype(out_dtype).reshape(*x.shape[:-1], outputs)
 
     return mosaic
+
+
+def _repacked(layout: str | None) -> str:
+    return f"the weight is packed in {layout}, for a CPU's kernel" if layout else ""
 
 
 def _unsupported(x: Any, format: QuantFormat, shape: tuple[int, int], activation: str | None) -> str:
@@ -207,9 +212,10 @@ def narrow_kernel(
     out_dtype: str,
     activation: str | None,
     layer: int | None,
+    layout: str | None = None,
 ) -> Callable[..., jax.Array] | Refusal:
     """Codes times codes: int8 summed exactly in int32, or e4m3; both scales are applied to the sums."""
-    if reason := not_hopper():
+    if reason := not_hopper() or _repacked(layout):
         return Refusal(reason)
     pairs = {"int8": "int", "int8-static": "int", "e4m3": "e4m3"}
     plain = format.bits == 8 and format.group is None and format.offset == "none" and not format.ordered

@@ -66,7 +66,14 @@ def test_dense_matmul(rows, outputs, dtype):
 )
 def test_weights_of_few_bits(rows, outputs, inputs, format, layer):
     arrays = stacked(quantize_rtn(normal(1, outputs, inputs), format), layer)
-    options = {"format": format, "shape": (outputs, inputs), "out_dtype": "float32", "activation": None, "layer": layer}
+    options = {
+        "format": format,
+        "shape": (outputs, inputs),
+        "out_dtype": "float32",
+        "activation": None,
+        "layer": layer,
+        "layout": None,
+    }
     x = normal(0, rows, inputs, dtype=BF16)
     kernel = quantized.kernel(x, *arrays, **options, stage_lhs_in_smem=True)
     check(kernel, lambda *a: QUANTIZED.reference(*a, **options), x, *arrays, rtol=2e-6)
@@ -76,7 +83,14 @@ def test_weights_of_few_bits(rows, outputs, inputs, format, layer):
 def test_weights_and_activations_of_eight_bits(element, activation, rtol):
     format = QuantFormat(8, None, "none", "float32", element=element)
     arrays = stacked(quantize_rtn(normal(1, 64, 1024), format), 1)
-    options = {"format": format, "shape": (64, 1024), "out_dtype": "float32", "activation": activation, "layer": 1}
+    options = {
+        "format": format,
+        "shape": (64, 1024),
+        "out_dtype": "float32",
+        "activation": activation,
+        "layer": 1,
+        "layout": None,
+    }
     x = normal(0, 2, 3, 1024, dtype=F32)
     kernel = quantized.narrow_kernel(x, *arrays, **options)
     check(kernel, lambda *a: QUANTIZED.reference(*a, **options), x, *arrays, rtol=rtol)

@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bf16_operations_per_second": ceilings[1],
     }
     for name, shapes in SHAPES.items():
-        for case in shapes.cases("bfloat16"):
+        packed = {"packed": False} if shapes is quantized_shapes and target.platform == "cuda" else {}
+        for case in shapes.cases("bfloat16", **packed):
             key = f"{name} {case.name}"
             if options.match in key and key not in rows:
                 rows[key] = measure(OPS[f"jaxserve.{name}"], case, target, ceilings, options.repeats)

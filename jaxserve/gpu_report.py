@@ -54,7 +54,7 @@ def compile_cases(target: Gpu, match: str, folder: pathlib.Path) -> Iterator[dic
         (quantized.OP, quantized_shapes),
         (attention.OP, attention_shapes),
     ):
-        for case in shapes.cases("bfloat16"):
+        for case in shapes.cases("bfloat16", packed=False) if shapes is quantized_shapes else shapes.cases("bfloat16"):
             if match not in f"{op.name} {case.name}":
                 continue
             with gpu.lowering():

@@ -41,14 +41,14 @@ def random_fields(rng: np.random.Generator, fields: tuple[jax.ShapeDtypeStruct, 
     return tuple(made)
 
 
-def cases(dtype: Any) -> list[Case]:
+def cases(dtype: Any, packed: bool = True) -> list[Case]:
     """Every kind of linear layer of a model under every workload, in every one of CALLS, laid out as for a CPU."""
     found = []
     for step, model, work in STEPS:
         for kind, (outputs, inputs) in model.linears().items():
             x = spec(dtype, work.step_tokens, inputs)
             for format, activation in CALLS:
-                layout = None if layouts.refusal(format, outputs, inputs) else "panels"
+                layout = "panels" if packed and not layouts.refusal(format, outputs, inputs) else None
                 fields = field_specs(format, outputs, inputs, layout)
                 found.append(
                     Case(

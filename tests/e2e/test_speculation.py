@@ -77,7 +77,7 @@ def test_answers_are_those_without(session: Session, story: list[int]):
     found = answers(session, asked, speculation)
     assert [ids for ids, *_ in found] == [ids for ids, *_ in plain]
     assert [rest[0:1] + rest[2:] for _, *rest in found] == [rest[0:1] + rest[2:] for _, *rest in plain]
-    assert speculation.num_accepted > 10 and speculation.num_proposed > speculation.num_accepted
+    assert speculation.num_accepted > 3 and speculation.num_proposed > speculation.num_accepted
     alone = spendthrift(session, "ngram")
     one_by_one = [answers(session, [each], alone)[0][0] for each in asked[::5]]
     assert one_by_one == [answers(session, [each], None)[0][0] for each in asked[::5]]

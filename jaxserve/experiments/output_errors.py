@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.error_meter import energy
 from jaxserve.experiments.common import Settings
 from jaxserve.pallas_kernels import QuantizedTensor
+from jaxserve.passes.choose_layout import ChooseLayout
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.in_place import edit_weights
 from jaxserve.passes.pipeline import Context, Pass, PassResult
@@ -105,7 +106,8 @@ def output_errors(passes: Sequence[Pass], original: Original, settings: Settings
     def see(path: str, weight: np.ndarray, gram: np.ndarray | None) -> None:
         scales[path] = scaling(original.weights[path], weight)
 
-    passes = [step for step in passes if not isinstance(step, StackLayers)]  # weights are wanted one by one
+    # Weights are wanted one by one, and row after row.
+    passes = [step for step in passes if not isinstance(step, StackLayers | ChooseLayout)]
     place = next((i for i, step in enumerate(passes) if step.name in AFTER_FOLDING), len(passes))
     model = _build([*passes[:place], Probe(see), *passes[place:]], settings)
     errors = {}

@@ -6,7 +6,6 @@ same program. An executable is a pickle: its bytes come only from `Artifact.read
 """
 
 import contextlib
-import ctypes
 import functools
 import importlib.metadata
 import json
@@ -21,6 +20,7 @@ import jax.export
 from jax.experimental import serialize_executable
 
 from jaxserve.artifact import Artifact
+from jaxserve.heap import give_back_free_memory
 from jaxserve.manifest import ArtifactError, Program
 from jaxserve.pallas_kernels._native import describe
 from jaxserve.targets import Target
@@ -153,17 +153,11 @@ def load_in_background(
                 if not threading.main_thread().is_alive():  # the process is ending
                     return
                 program.result()
-        _give_back_free_memory()
+        give_back_free_memory()
 
     # No daemon: the interpreter would end under a load, and XLA aborts the process then.
     threading.Thread(target=load_all, name="load-programs").start()
     return programs
-
-
-def _give_back_free_memory() -> None:
-    """Returns to the system what loading allocated and freed, of which glibc would keep some 100 MB."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _rebuild(artifact: Artifact, program: Program, target: Target) -> Any:

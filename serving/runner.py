@@ -3,7 +3,6 @@
 Knows nothing of models or passes, and traces nothing: the programs are executables that were compiled ahead of time.
 """
 
-import ctypes
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -199,19 +198,3 @@ class Runner:
     def _load(self, slot: int, counts: np.ndarray, prompt_mask: np.ndarray) -> None:
         self.state = self._load_penalties(self.state, np.int32(slot), counts, prompt_mask)
         self.h2d_arrays += 3
-
-
-def keep_freed_memory() -> bool:
-    """Makes glibc keep freed memory for the next step instead of giving it back to the kernel. For the whole process.
-
-    XLA:CPU allocates a program's temporaries anew in each call. Large ones would come as fresh pages every time, and
-    touching those for the first time takes longer than much of a step: 20 ms for 50 MB on two cores, nothing with this.
-    Call it before jax starts its threads. Returns False where there is no glibc.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    # Numbers of malloc.h. One arena: those of other threads unmap a block of this size whenever it is freed.
-    trim_threshold, mmap_threshold, arena_max, most = -1, -3, -8, 2**31 - 1
-    options = ((mmap_threshold, most), (trim_threshold, most), (arena_max, 1))
-    return all([mallopt(option, value) == 1 for option, value in options])

@@ -200,7 +200,7 @@ def exponential_noise(keys: Array, positions: Array, vocab: int) -> Float[Array,
     """Exponential noise -log u of the ids 0..V-1, from each row's key folded by its position.
 
     The fold is threefry's. Its two words k, l are hashed with every id, u = h(h(k + id) ^ l), where h mixes 32 bits
-    with hardly a bias (Wellons' lowbias32): threefry for every id takes as long as the rest of a draw.
+    with hardly a bias (Wellons' lowbias32). Threefry for every id takes about twice as long.
     """
 
     def words(key, position):

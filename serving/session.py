@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 
 from jaxserve.artifact import open_artifact
 from jaxserve.errors import UserError
+from jaxserve.heap import keep_freed_memory
 from jaxserve.manifest import Manifest
 from jaxserve.serving.draft import DraftProposer
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits, compiled_limits, load_runner, serving_limits
 from jaxserve.serving.ngram import NgramProposer
 from jaxserve.serving.request import Limits
-from jaxserve.serving.runner import Runner, keep_freed_memory
+from jaxserve.serving.runner import Runner
 from jaxserve.serving.speculation import Speculation
 from jaxserve.serving.stats import EngineObserver
 from jaxserve.text import Tokenizer, load_tokenizer

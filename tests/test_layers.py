@@ -19,17 +19,18 @@ STORED = {"manifest", "artifact", "executables", "weights_io"}
 # it may import anything, and no layer imports it.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "heap": set(),
     "_compat": set(),
     "targets": {"errors"},
     "manifest": {"errors"},
     "artifact": {"errors", "targets", "manifest"},
     "weights_io": {"errors", "targets", "manifest", "artifact"},
-    "executables": {"errors", "targets", "manifest", "artifact", "pallas_kernels"},  # registers custom calls
+    "executables": {"errors", "heap", "targets", "manifest", "artifact", "pallas_kernels"},  # registers custom calls
     "text": {"errors", "targets"},
     "pallas_kernels": BASE,
     "models": BASE | {"pallas_kernels", "text"},
     "passes": BASE | {"pallas_kernels"},
-    "serving": BASE | STORED | {"pallas_kernels", "text"},
+    "serving": BASE | STORED | {"heap", "pallas_kernels", "text"},
 }
 WITHOUT_JAX = (
     "serving.request",

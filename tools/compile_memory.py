@@ -77,13 +77,15 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=pathlib.Path, required=True, help="a Llama's folder: its tokenizer is used")
     parser.add_argument("--layers", type=int, default=24, help="layers of 60.8 million parameters (default 24)")
     parser.add_argument("--vocab", type=int, default=16384, help="tokens in the vocabulary (default 16384)")
-    parser.add_argument("--calibration-sequences", type=int, default=64, help="sequences of 512 tokens (default 64)")
+    parser.add_argument("--calibration-sequences", help="of 512 tokens, for recipes that are calibrated")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="jaxserve-memory-") as scratch:
         model = pathlib.Path(scratch) / "model"
         model.mkdir()
         count = write_model(model, options.tokenizer, options.layers, options.vocab)
-        flags = ["--recipe", options.recipe, "--calibration-sequences", str(options.calibration_sequences), *SMALL]
+        flags = ["--recipe", options.recipe, *SMALL]
+        if options.calibration_sequences:
+            flags += ["--calibration-sequences", options.calibration_sequences]
         peak, cpu, clock = measure(["compile", str(model), "-o", f"{scratch}/artifact", *flags])
     size, billions = 2 * count, count / 1e9
     print(f"{options.recipe}: {billions:.2f} billion parameters, {size / 1e9:.2f} GB in bf16")

@@ -14,6 +14,24 @@ if TYPE_CHECKING:
     from jaxserve.bench.load import Load
 
 PEERS = ("llama.cpp", "openvino")
+ONLINE = {
+    "online": False,
+    "url": None,
+    "model": None,
+    "num_prompts": 32,
+    "request_rate": math.inf,
+    "max_concurrency": 0,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "goodput": "",
+    "rounds": 3,
+    "against": "",
+    "gguf": None,
+    "llama_server": "llama-server",
+    "openvino_python": sys.executable,
+    "plot": None,
+}
+"""Defaults of the flags that belong to a measurement over HTTP: giving one asks for it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,24 +40,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-len", type=int, default=64, help="prompt tokens a request (default 64)")
     parser.add_argument("--output-len", type=int, default=64, help="generated tokens a request (default 64)")
     parser.add_argument("--json", action="store_true", help="print the runs as JSON")
-    online = parser.add_argument_group("over HTTP", "a server of its own is started for the artifact")
+    about = "asked for by any of these flags; a server of its own is started for the artifact"
+    online = parser.add_argument_group("over HTTP", about)
     online.add_argument("--online", action="store_true", help="measure requests to the HTTP server")
     online.add_argument("--url", help="measure this OpenAI-compatible server instead of starting one")
     online.add_argument("--model", help="the model's name at --url (default: that of the artifact)")
-    online.add_argument("--num-prompts", type=int, default=32, help="requests a round (default 32)")
-    online.add_argument("--request-rate", type=float, default=math.inf, help="Poisson arrivals a second (default inf)")
-    online.add_argument("--max-concurrency", type=int, default=0, help="requests in flight at most (default: no limit)")
-    online.add_argument("--temperature", type=float, default=0.0, help="of sampling (default 0: greedy)")
-    online.add_argument("--top-p", type=float, default=1.0, help="of sampling (default 1)")
-    online.add_argument("--goodput", default="", help="count requests within ttft:MS,tpot:MS,e2el:MS")
-    online.add_argument("--rounds", type=int, default=3, help="rounds, of which medians are taken (default 3)")
-    online.add_argument("--against", default="", help=f"other systems that take turns, of {', '.join(PEERS)}")
+    online.add_argument("--num-prompts", type=int, help="requests a round (default 32)")
+    online.add_argument("--request-rate", type=float, help="Poisson arrivals a second (default inf)")
+    online.add_argument("--max-concurrency", type=int, help="requests in flight at most (default: no limit)")
+    online.add_argument("--temperature", type=float, help="of sampling (default 0: greedy)")
+    online.add_argument("--top-p", type=float, help="of sampling (default 1)")
+    online.add_argument("--goodput", help="count requests within ttft:MS,tpot:MS,e2el:MS")
+    online.add_argument("--rounds", type=int, help="rounds, of which medians are taken (default 3)")
+    online.add_argument("--against", help=f"other systems that take turns, of {', '.join(PEERS)}")
     online.add_argument("--gguf", type=pathlib.Path, help="file that they run (default: where the artifact came from)")
-    online.add_argument("--llama-server", default="llama-server", help="llama.cpp's server (default: on the PATH)")
-    online.add_argument(
-        "--openvino-python", default=sys.executable, help="python of an environment with openvino-genai"
-    )
+    online.add_argument("--llama-server", help="llama.cpp's server (default: on the PATH)")
+    online.add_argument("--openvino-python", help="python of an environment with openvino-genai")
     online.add_argument("--plot", type=pathlib.Path, help="draw tokens per second to this .svg")
+    parser.set_defaults(**ONLINE)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
 
     if min(options.prompt_len, options.output_len, options.num_prompts, options.rounds) < 1:
         raise UserError("--prompt-len, --output-len, --num-prompts and --rounds must be at least 1")
-    return _online(options) if options.online or options.url or options.against else _offline(options)
+    asked = any(getattr(options, name) != default for name, default in ONLINE.items())
+    return _online(options) if asked else _offline(options)
 
 
 def _offline(options: argparse.Namespace) -> int:
@@ -134,6 +153,8 @@ def _systems(options: argparse.Namespace, load: "Load", model: str, origin: str)
             raise UserError(f"--against {name!r}: known are {', '.join(PEERS)}")
         if gguf.suffix != ".gguf" or not gguf.is_file():
             raise UserError(f"--against {name} runs a GGUF file, and {gguf} is none: name one with --gguf")
+        if name == "openvino" and math.isfinite(load.rate):
+            raise UserError("--against openvino runs batches: there are no arrivals, so --request-rate must be inf")
         if name == "llama.cpp":
             systems[name] = functools.partial(peers.llama_server, options.llama_server, gguf, load)
         else:

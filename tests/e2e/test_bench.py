@@ -104,7 +104,8 @@ def test_our_server_against_a_stand_in(stories_artifact, tmp_path, capsys):
     [
         (["--against", "vllm"], "--against 'vllm': known are llama.cpp, openvino"),
         (["--against", "llama.cpp", "--gguf", "none.gguf"], "none.gguf is none: name one with --gguf"),
-        (["--online", "--request-rate", "0"], "--request-rate must be positive"),
+        (["--request-rate", "0"], "--request-rate must be positive"),  # without --online: the flag asks for it
+        (["--against", "openvino", "--gguf", "FILE.gguf", "--request-rate", "2"], "--request-rate must be inf"),
         (["--online", "--plot", "a.png"], "charts are written as .svg"),
         (["--online", "--rounds", "0"], "must be at least 1"),
         (["--online", "--prompt-len", "600"], "tokens that the artifact was compiled for"),
@@ -112,7 +113,9 @@ def test_our_server_against_a_stand_in(stories_artifact, tmp_path, capsys):
         (["--url", "http://127.0.0.1:9", "--num-prompts", "2", "--rounds", "1"], "every request failed"),
     ],
 )
-def test_what_is_refused(flags, message, stories_artifact, capsys):
+def test_what_is_refused(flags, message, stories_artifact, tmp_path, monkeypatch, capsys):
+    (tmp_path / "FILE.gguf").touch()
+    monkeypatch.chdir(tmp_path)
     assert main(["bench", str(stories_artifact), *flags]) == 2
     assert message in capsys.readouterr().err
 

@@ -2,8 +2,6 @@
 
 import collections
 import dataclasses
-import subprocess
-import sys
 import time
 
 import jax
@@ -266,40 +264,6 @@ def test_a_closed_counter_counts_no_more():
     counter.close()
     jax.jit(lambda x: x * 5 - 1)(np.arange(7))
     assert counter.count == 0
-
-
-FAULTS = """
-import resource, sys
-from jaxserve.serving.runner import keep_freed_memory
-if sys.argv[1] == "keep":
-    assert keep_freed_memory()
-import jax, jax.numpy as jnp
-
-def step(x):
-    parts = jax.lax.optimization_barrier([jnp.tanh(x + i) for i in range(8)])
-    return sum(part.sum() for part in jax.lax.optimization_barrier([jnp.sin(part) for part in parts]))
-
-x = jnp.ones((32, 49152))
-program = jax.jit(step).lower(x).compile()
-assert program.memory_analysis().temp_size_in_bytes > 40e6
-for i in range(30):
-    if i == 10:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    program(x).block_until_ready()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_freed_memory_is_kept_for_the_next_step():
-    """Counts first touches of pages while a program with large temporaries runs twenty times."""
-    faults = {
-        mode: int(
-            subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, check=True, text=True).stdout
-        )
-        for mode in ("keep", "drop")
-    }
-    assert faults["keep"] < faults["drop"] / 4, faults  # the heap may still grow by a step or two
 
 
 def test_random_load_through_the_scheduler_gives_what_each_sequence_gives_alone(runner):

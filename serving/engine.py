@@ -220,10 +220,13 @@ class Engine:
         collected = time.perf_counter()
         self._record(processor=self._used + time.thread_time() - used)
         self._record(wait=waited - begin, collect=collected - waited)
-        if self.scheduler.speculation and step.plan.kind == "step" and not step.plan.num_prompt_tokens:
-            idle = step.begin - self._step_end
-            seconds = waited - max(step.begin, self._step_end)
-            self.scheduler.speculation.measured(step.plan.num_tokens, seconds, idle if idle > 0 else None)
+        if (speculation := self.scheduler.speculation) is not None:
+            if step.plan.kind == "score" or step.plan.num_prompt_tokens:
+                speculation.costs.interrupt()
+            else:
+                idle = step.begin - self._step_end
+                seconds = waited - max(step.begin, self._step_end)
+                speculation.measured(step.plan.num_tokens, seconds, idle if idle > 0 else None)
         self._step_end = waited
         return _Confirmed(step.plan, result, news, waited - begin)
 

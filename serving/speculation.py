@@ -17,7 +17,8 @@ from jaxserve.serving.request import Sequence
 
 MOST_PROPOSALS = 15  # in a row: with the last token they fill a step of 16
 # Measured steps of a size that count; how many are enough to trust their median; how many steps later it is too old.
-_RECENT, _ENOUGH, _STALE = 15, 3, 500
+_RECENT, _ENOUGH, _STALE = 15, 3, 3000
+_PACE = 9  # steps that tell how fast steps are now
 
 
 def expected_tokens(rate: float, count: int) -> float:
@@ -67,34 +68,56 @@ class Proposer(Protocol):
 
 
 class StepCosts:
-    """Seconds that a step without prompt tokens takes, by its size: the median of recent ones.
+    """Seconds that a step without prompt tokens takes, by its size: its ratio to others times the pace of now.
 
-    A size that was not measured lately is taken to cost what the next smaller one does, so that it gets tried; but
+    Long contexts and a busy machine slow all sizes down much alike. So a size keeps the median of its recent seconds
+    over the pace, and the pace is the median of the last steps' seconds over the ratios of their sizes. A size that was
+    not measured lately is taken to cost what the next smaller one does, so that it gets tried, one such size at a time;
     nothing is tried before the size without proposals is known.
     """
 
     def __init__(self, sizes: Seq[int]):
         self.sizes = tuple(sizes)
-        self._recent = {size: collections.deque[float](maxlen=_RECENT) for size in sizes}
+        self._ratios = {size: collections.deque[float](maxlen=_RECENT) for size in sizes}
+        self._paces = collections.deque[float](maxlen=_PACE)
         self._used = dict.fromkeys(sizes, 0)
         self.counts = dict.fromkeys(sizes, 0)  # steps of each size
         self._steps = 0
+        self._interrupted = False
+
+    def interrupt(self) -> None:
+        """Prompts came in between: other sequences run from now on, so the pace begins anew with the next step."""
+        self._interrupted = True
 
     def add(self, tokens: int, seconds: float) -> None:
+        """A step of `tokens` tokens took `seconds`."""
         self._steps += 1
         size = next((size for size in self.sizes if size >= tokens), None)
-        if size is not None:
+        if size is None:
+            return
+        self.counts[size] += 1
+        if self.ratio(size) is None or not self._interrupted:
             if self._steps - self._used[size] > _STALE:
-                self._recent[size].clear()
-            self._recent[size].append(seconds)
+                self._ratios[size].clear()
+            pace = statistics.median(self._paces) if self._paces else seconds  # the first size has ratio 1
+            self._ratios[size].append(seconds / pace)
             self._used[size] = self._steps
-            self.counts[size] += 1
+        if (ratio := self.ratio(size)) is not None:
+            if self._interrupted:
+                self._paces.clear()
+            self._paces.append(seconds / ratio)
+            self._interrupted = False
 
-    def seconds(self, size: int) -> float | None:
-        """Of a step of one of `sizes`, None if it was not measured lately."""
-        recent = self._recent[size]
+    def ratio(self, size: int) -> float | None:
+        """How long a step of one of `sizes` takes next to others, None if it was not measured lately."""
+        recent = self._ratios[size]
         known = len(recent) >= _ENOUGH and self._steps - self._used[size] <= _STALE
         return statistics.median(recent) if known else None
+
+    def seconds(self, size: int) -> float | None:
+        """Of a step of one of `sizes` at the pace of now, None if it was not measured lately."""
+        ratio = self.ratio(size)
+        return ratio * statistics.median(self._paces) if ratio is not None and self._paces else None
 
     def best_count(self, rows: int, gains: Seq[float], extra: Seq[float]) -> int:
         """How many proposals make the most tokens per second beside `rows` tokens that give one each.
@@ -103,7 +126,8 @@ class StepCosts:
         """
         best, speed, seconds = 0, 0.0, None
         for size in (size for size in self.sizes if size >= rows):
-            seconds = self.seconds(size) or seconds
+            measured = self.seconds(size)
+            seconds = measured or seconds
             if seconds is None:
                 return 0
             speed = speed or rows / seconds
@@ -111,6 +135,8 @@ class StepCosts:
                 found = (rows + sum(gains[:count])) / (seconds + extra[count - 1])
                 if found > speed:
                     best, speed = count, found
+            if measured is None:
+                break
         return best
 
 

@@ -117,13 +117,20 @@ def summarize(category: str, proposer: str, pairs: Sequence[tuple[Answer, Answer
     )
 
 
-def predicted(plain: Sequence[Answer], speculation: Speculation) -> float | None:
-    """The speed-up if every step took the measured time of its size and nothing else: of all that was generated."""
-    costs, one = speculation.costs, [a.seconds / a.steps for a in plain if a.steps]
-    steps = {size: count for size, count in costs.counts.items() if count and costs.seconds(size)}
-    seconds = sum(count * (costs.seconds(size) or 0) for size, count in steps.items())
-    tokens = sum(steps.values()) + speculation.num_accepted
-    return tokens * statistics.median(one) / seconds if seconds and one else None
+def predicted(speculation: Speculation) -> float | None:
+    """The speed-up if every step took the measured time of its size, next to one without proposals, and nothing else:
+    of all that was generated. None when that time is not known."""
+    costs = speculation.costs
+    one = costs.ratio(costs.sizes[0])
+    ratios = {size: costs.ratio(size) for size, count in costs.counts.items() if count}
+    if not ratios or one is None or None in ratios.values():
+        return None
+    steps = sum(costs.counts[size] for size in ratios)
+    return (
+        one
+        * (steps + speculation.num_accepted)
+        / sum(costs.counts[size] * (ratio or 0) for size, ratio in ratios.items())
+    )
 
 
 def run(settings: Settings) -> None:
@@ -163,8 +170,8 @@ def deliver(
     print_table(title, columns, [dataclasses.astuple(row) for row in rows])
     costs = {
         name: {
-            "predicted": predicted(answers["off"], each),
-            "seconds": {size: each.costs.seconds(size) for size in each.costs.sizes},
+            "predicted": predicted(each),
+            "ratios": {size: each.costs.ratio(size) for size in each.costs.sizes},
             "steps": each.costs.counts,
             **each.stats(),
         }
@@ -172,8 +179,8 @@ def deliver(
         if each is not None
     }
     for name, each in costs.items():
-        print_table(f"{name}: steps by size", ["size", "steps", "ms"], [
-            (str(size), count, 1e3 * each["seconds"][size] if each["seconds"][size] else None)
+        print_table(f"{name}: steps by size", ["size", "steps", "time"], [
+            (str(size), count, each["ratios"][size])
             for size, count in each["steps"].items()
         ])  # fmt: skip
         print(f"{name}: speed-up predicted from these and the acceptance: {each['predicted'] or float('nan'):.3f}")

@@ -41,9 +41,9 @@ def test_a_category_in_one_line():
 
 def test_the_prediction_counts_steps_at_their_measured_seconds():
     speculation = Speculation(NgramProposer(), (1, 2, 4))
+    assert predicted(speculation) is None
     for size, seconds, steps in ((1, 1.0, 10), (4, 1.5, 10)):
         for _ in range(steps):
             speculation.costs.add(size, seconds)
-    assert predicted([Answer([1] * 6, 5, 5.0)], Speculation(NgramProposer(), (1,))) is None
     speculation.num_accepted = 20
-    assert predicted([Answer([1] * 6, 5, 5.0)], speculation) == pytest.approx(40 / 25)
+    assert predicted(speculation) == pytest.approx(40 / 25)

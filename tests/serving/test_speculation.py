@@ -69,19 +69,37 @@ def test_rows_that_the_step_has_anyway_are_filled():
     assert measured(s8=1, s16=1.8).best_count(5, [0.9] * 11, NOTHING) == 11
 
 
-def test_nothing_is_tried_before_plain_steps_are_known_and_then_everything():
+def test_nothing_is_tried_before_plain_steps_are_known_and_then_one_size_after_another():
     costs = StepCosts(SIZES)
-    gains = [0.5**k for k in range(1, 16)]
+    gains = [0.9**k for k in range(1, 16)]
     assert costs.best_count(1, gains, NOTHING) == 0
-    for _ in range(3):
+    for size, seconds, count in ((1, 1.0, 1), (2, 1.1, 3), (4, 1.2, 7), (8, 1.6, 15), (16, 10.0, 7)):
+        for _ in range(3):
+            costs.add(size, seconds)
+        assert costs.best_count(1, gains, NOTHING) == count
+    for _ in range(3100):  # what was measured long ago is tried again
         costs.add(1, 1.0)
-    assert costs.best_count(1, gains, NOTHING) == 15
-    for _ in range(3):
-        costs.add(16, 10.0)
-    assert costs.best_count(1, gains, NOTHING) == 7
-    for _ in range(600):  # what was measured long ago is tried again
-        costs.add(1, 1.0)
-    assert costs.seconds(16) is None and costs.seconds(1) == 1.0
+    assert costs.seconds(2) is None and costs.seconds(1) == 1.0
+    assert costs.best_count(1, gains, NOTHING) == 1
+
+
+def test_other_sequences_change_the_pace_of_all_sizes():
+    costs = measured(s1=1.0, s4=1.5)
+    costs.interrupt()
+    costs.add(1, 3.0)
+    assert (costs.seconds(1), costs.seconds(4)) == (3.0, 4.5)
+    costs.interrupt()
+    costs.add(4, 6.0)
+    assert (costs.seconds(1), costs.seconds(4)) == (4.0, 6.0)
+
+
+def test_contexts_that_grow_do_not_hide_what_a_size_costs():
+    costs = StepCosts(SIZES)
+    for step in range(60):
+        size = (1, 1, 4)[step % 3]
+        costs.add(size, (1 + step / 20) * {1: 1.0, 4: 1.5}[size])
+    one, four = costs.seconds(1), costs.seconds(4)
+    assert one and four == pytest.approx(1.5 * 4, rel=0.1) and four / one == pytest.approx(1.5, rel=0.1)
 
 
 def test_one_slow_step_changes_nothing():

@@ -1,4 +1,4 @@
-"""The command line: `jaxserve compile | serve | inspect | eval | bench | plan | passes`."""
+"""The command line: `jaxserve compile | serve | inspect | eval | bench | plan | distill | passes`."""
 
 import argparse
 import sys

@@ -5,7 +5,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 
-from jaxserve.commands import bench, compile, evaluate, inspect, passes, plan, serve
+from jaxserve.commands import bench, compile, distill, evaluate, inspect, passes, plan, serve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,5 +25,6 @@ COMMANDS = (
     Command("eval", "Perplexity of an artifact on a text.", evaluate.add_arguments, evaluate.run),
     Command("bench", "Tokens per second and host time of an artifact.", bench.add_arguments, bench.run),
     Command("plan", "What a model needs on a GPU, and how fast it could be there.", plan.add_arguments, plan.run),
+    Command("distill", "Train a draft for speculative decoding.", distill.add_arguments, distill.run),
     Command("passes", "List the passes and recipes.", passes.add_arguments, passes.run),
 )

@@ -8,9 +8,7 @@ those that are not are counted.
 """
 
 import asyncio
-import collections
 import dataclasses
-import json
 import pathlib
 import statistics
 import time
@@ -19,16 +17,15 @@ from collections.abc import Mapping, Sequence
 from absl import flags, logging
 
 from jaxserve.charts import bar_chart
-from jaxserve.errors import UserError
 from jaxserve.experiments import common
 from jaxserve.experiments.common import Settings
+from jaxserve.questions import prompt_ids, read_questions
 from jaxserve.reporting import print_table
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits
 from jaxserve.serving.request import GenerationRequest, SamplingParams
 from jaxserve.serving.session import Session
 from jaxserve.serving.speculation import Speculation
-from jaxserve.text import Tokenizer
 
 ARTIFACT = flags.DEFINE_string("artifact", None, "folder that jaxserve compile wrote", required=True)
 QUESTIONS = flags.DEFINE_string("questions", None, "spec_bench_question.jsonl", required=True)
@@ -36,8 +33,6 @@ PROPOSERS = flags.DEFINE_list("proposers", ["ngram"], "what `serve --speculate` 
 TOKENS = flags.DEFINE_integer("tokens", 64, "tokens of an answer", lower_bound=2)
 EVERY = flags.DEFINE_integer("every", 1, "take each n-th question of a category only", lower_bound=1)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy")
-
-MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,30 +56,6 @@ class Row:
     speedup: float
     overall: float
     unequal: int
-
-
-def read_questions(path: pathlib.Path, every: int) -> list[tuple[str, str]]:
-    """(category, first turn) of each question; the eight categories of MT-bench are one."""
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        found = [("mt_bench" if q["category"] in MT_BENCH else q["category"], q["turns"][0]) for q in lines]
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise UserError(f"--questions {path}: not the questions of Spec-Bench ({error!r:.80})") from None
-    seen = collections.Counter[str]()
-    chosen = []
-    for category, turn in found:
-        if seen[category] % every == 0:
-            chosen.append((category, turn))
-        seen[category] += 1
-    return chosen
-
-
-def prompt_ids(tokenizer: Tokenizer, turn: str, most: int) -> tuple[int, ...]:
-    """The turn in the model's chat template, if it has one; its last `most` tokens."""
-    if tokenizer.chat_template is None:
-        return tuple(tokenizer.encode_prompt(turn)[-most:])
-    text = tokenizer.chat_template.render([{"role": "user", "content": turn}], add_generation_prompt=True)
-    return tuple(tokenizer.encode(text, special=True)[-most:])
 
 
 async def answer(engine: Engine, prompt: tuple[int, ...], tokens: int, temperature: float) -> Answer:
@@ -137,7 +108,7 @@ def run(settings: Settings) -> None:
     """The command."""
     logging.set_verbosity(logging.WARNING)  # the reader of the weights tells how it goes
     session = Session(pathlib.Path(ARTIFACT.value), LowerLimits(), lambda line: None)
-    questions = read_questions(pathlib.Path(QUESTIONS.value), EVERY.value)
+    questions = read_questions(pathlib.Path(QUESTIONS.value), EVERY.value, "--questions")
     speculations = {name: session.speculation(name) for name in ("off", *PROPOSERS.value)}
     session.runner.warmup()
     answers: dict[str, list[Answer]] = {name: [] for name in speculations}

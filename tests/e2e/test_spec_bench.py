@@ -4,8 +4,8 @@ import pathlib
 
 import pytest
 
-from jaxserve.experiments.speculation import prompt_ids, read_questions
 from jaxserve.pallas_kernels._native import is_available
+from jaxserve.questions import prompt_ids, read_questions
 from jaxserve.serving.request import SamplingParams
 from tests.e2e.support import Ask, ask, compile_artifact, load
 from tests.e2e.test_speculation import spendthrift
@@ -19,7 +19,7 @@ def test_answers_are_those_without(artifacts: pathlib.Path, sample_gguf: pathlib
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "verify": False}
     session = load(compile_artifact(artifacts / "spec-bench", sample_gguf, "native", **limits), max_num_seqs=AT_ONCE)
     session.runner.warmup()
-    questions = read_questions(shared / "data" / "prompts" / "spec_bench_question.jsonl", 1)
+    questions = read_questions(shared / "data" / "prompts" / "spec_bench_question.jsonl", 1, "--questions")
     longest = session.limits.max_model_len - TOKENS
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0)
     asked = [Ask(prompt_ids(session.tokenizer, turn, longest), params) for _, turn in questions]

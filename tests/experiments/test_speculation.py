@@ -5,7 +5,8 @@ import json
 import pytest
 
 from jaxserve.errors import UserError
-from jaxserve.experiments.speculation import Answer, predicted, read_questions, summarize
+from jaxserve.experiments.speculation import Answer, predicted, summarize
+from jaxserve.questions import read_questions
 from jaxserve.serving.ngram import NgramProposer
 from jaxserve.serving.speculation import Speculation
 
@@ -14,8 +15,8 @@ def test_questions_by_category(tmp_path):
     lines = [{"category": c, "turns": [f"{c} {i}", "again"]} for c in ("math", "coding", "rag") for i in range(3)]
     file = tmp_path / "q.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    assert len(read_questions(file, 1)) == 9
-    assert read_questions(file, 2) == [
+    assert len(read_questions(file, 1, "--questions")) == 9
+    assert read_questions(file, 2, "--questions") == [
         ("mt_bench", "math 0"), ("mt_bench", "math 2"), ("mt_bench", "coding 1"), ("rag", "rag 0"), ("rag", "rag 2")
     ]  # fmt: skip
 
@@ -25,9 +26,9 @@ def test_other_files_are_refused(tmp_path, text):
     file = tmp_path / "q.jsonl"
     file.write_text(text)
     with pytest.raises(UserError, match=r"--questions .*not the questions of Spec-Bench"):
-        read_questions(file, 1)
+        read_questions(file, 1, "--questions")
     with pytest.raises(UserError, match="--questions"):
-        read_questions(tmp_path / "missing", 1)
+        read_questions(tmp_path / "missing", 1, "--questions")
 
 
 def test_a_category_in_one_line():

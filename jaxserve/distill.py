@@ -1,0 +1,310 @@
+"""`jaxserve distill`: a draft for speculative decoding, trained to say what its target says.
+
+texts or answers of the target -> rows of ids -> training (resumable) -> a checkpoint that `jaxserve compile` takes
+"""
+
+import asyncio
+import collections
+import dataclasses
+import json
+import pathlib
+import shutil
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from jaxserve.calibration import open_tokenizer
+from jaxserve.errors import UserError
+from jaxserve.evaluate import read_text
+from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.hf_writer import hf_fields, write_checkpoint
+from jaxserve.models.resolve import resolve
+from jaxserve.questions import prompt_ids, read_questions
+from jaxserve.reporting import Reporter
+from jaxserve.serving.engine import Engine
+from jaxserve.serving.load import LowerLimits
+from jaxserve.serving.request import GenerationRequest, SamplingParams
+from jaxserve.serving.session import Session, check_same_tokens
+from jaxserve.serving.speculation import expected_tokens
+from jaxserve.student import Batch, Fixed, Params, State, Student, make_agreement, make_step
+from jaxserve.text import Tokenizer
+
+HELD_OUT = 8  # each 8th row of a kind is only looked at for the report
+TRAINING = "training"  # the folder of what is needed to resume, inside the draft's, until it is done
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillOptions:
+    """What to train and on what: `text` or `prompts`, which `artifact`, the compiled target, answers."""
+
+    model: str
+    output: pathlib.Path
+    layers: int
+    text: pathlib.Path | None = None
+    prompts: pathlib.Path | None = None
+    artifact: pathlib.Path | None = None
+    answer_tokens: int = 64
+    length: int = 128
+    batch: int = 4
+    steps: int = 500
+    minutes: float = 0.0  # 0: no limit
+    learning_rate: float = 1e-3
+    dtype: str = "float32"
+    seed: int = 0
+    save_every: int = 50
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for training to go on where it was: all that decides the numbers."""
+        values = dataclasses.asdict(self)
+        return {name: str(value) for name, value in values.items() if name not in ("output", "minutes", "save_every")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Sequences of T ids, padded at their ends; `wanted` [S, T] says after which positions the student is to say what
+    the teacher says, and `kinds` what sort of text each is."""
+
+    ids: np.ndarray
+    wanted: np.ndarray
+    kinds: tuple[str, ...]
+
+    def held_out(self) -> np.ndarray:
+        """[S] bool: the rows that the report is about."""
+        seen = collections.Counter[str]()
+        flags = []
+        for kind in self.kinds:
+            seen[kind] += 1
+            flags.append(seen[kind] % HELD_OUT == 1)
+        return np.array(flags)
+
+    @property
+    def most_wanted(self) -> int:
+        return int(self.wanted.sum(axis=1).max())
+
+    def batch(self, numbers: Sequence[int] | np.ndarray) -> Batch:
+        return Batch.of(self.ids[numbers], self.wanted[numbers], self.most_wanted)
+
+    def save(self, path: pathlib.Path) -> None:
+        part = path.with_suffix(".part.npz")  # renamed when whole: the run may be killed meanwhile
+        np.savez(part, ids=self.ids, wanted=self.wanted, kinds=np.array(self.kinds))
+        part.rename(path)
+
+    @classmethod
+    def load(cls, path: pathlib.Path) -> "Rows":
+        with np.load(path) as data:
+            return cls(data["ids"], data["wanted"], tuple(data["kinds"].tolist()))
+
+
+def distill(options: DistillOptions, report: Reporter) -> dict[str, Any]:
+    """Trains a draft and writes its checkpoint; returns a summary: steps, loss, acceptance by kind, seconds.
+
+    A run that was killed goes on where it last saved, if its options are the same. UserError for what the user can put
+    right.
+    """
+    start = time.perf_counter()
+    checkpoint = resolve(options.model)
+    layers = checkpoint.config.layers
+    if not 1 <= options.layers < layers:
+        raise UserError(f"--layers {options.layers} is not between 1 and {layers - 1}; the model has {layers} layers")
+    training = _open_training(options)
+    if not (training / "rows.npz").exists():
+        _make_rows(options, checkpoint, report).save(training / "rows.npz")
+    rows = Rows.load(training / "rows.npz")
+    student, fixed, params = Student.cut(checkpoint, options.layers, options.dtype)
+    hf_fields(student.config)  # before the work is done
+    before = acceptance(student, fixed, params, rows)
+    state, steps, loss = _train(options, student, fixed, params, rows, training, report)
+    after = acceptance(student, fixed, state.params, rows)
+    _write(options.output, checkpoint, student, fixed, state.params)
+    shutil.rmtree(training)
+    return {
+        "draft": str(options.output),
+        "layers": options.layers,
+        "steps": steps,
+        "loss": loss,
+        "tokens": int(rows.wanted[~rows.held_out()].sum()),
+        "acceptance": {
+            kind: {
+                "cut": before[kind],
+                "distilled": after[kind],
+                "expected_tokens": {str(k): expected_tokens(after[kind], k) for k in (1, 2, 4)},
+            }
+            for kind in after
+        },
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _open_training(options: DistillOptions) -> pathlib.Path:
+    """The folder of what a run keeps to go on; UserError when the output is taken, or by a run with other options."""
+    training = options.output / TRAINING
+    identity = json.dumps(options.identity(), indent=1, sort_keys=True)
+    if not training.exists():
+        if options.output.exists() and any(options.output.iterdir()):
+            raise UserError(f"-o {options.output} exists and is not empty; name another folder")
+        training.mkdir(parents=True)
+        (training / "options.json").write_text(identity)
+    known = training / "options.json"
+    if not known.exists() or known.read_text() != identity:
+        raise UserError(
+            f"-o {options.output} holds an unfinished run with other options; give the same ones, or another folder"
+        )
+    return training
+
+
+# ---- what to train on
+
+
+def _make_rows(options: DistillOptions, checkpoint: Checkpoint, report: Reporter) -> Rows:
+    if not 2 <= options.length <= checkpoint.config.max_positions:
+        raise UserError(f"--length {options.length} is not between 2 and {checkpoint.config.max_positions}")
+    if (options.text is None) == (options.prompts is None):
+        raise UserError("say what to train on: either --text FILE or --prompts FILE")
+    tokenizer = open_tokenizer(checkpoint)
+    if options.text is not None:
+        rows = text_rows(tokenizer, read_text(options.text), options.length)
+    else:
+        rows = _answer_rows(options, tokenizer, report)
+    if not rows.kinds or rows.held_out().all():
+        raise UserError(f"there is too little to train on: {len(rows.kinds)} sequences of {options.length} tokens")
+    return rows
+
+
+def text_rows(tokenizer: Tokenizer, text: str, length: int) -> Rows:
+    """A text, tokenized whole, in rows of `length`; of all their positions the next token is wanted."""
+    ids = np.asarray(tokenizer.encode(text), np.int32)
+    count = len(ids) // length
+    return Rows(ids[: count * length].reshape(count, length), np.ones((count, length), bool), ("text",) * count)
+
+
+def _answer_rows(options: DistillOptions, tokenizer: Tokenizer, report: Reporter) -> Rows:
+    """The target's greedy answers to the prompts, made by its engine."""
+    if options.prompts is None or options.artifact is None:
+        raise UserError("--prompts needs --artifact DIR, the compiled target, which answers them")
+    questions = read_questions(options.prompts, 1, "--prompts")
+    session = Session(options.artifact, LowerLimits(), report.note)
+    check_same_tokens(options.artifact, session.tokenizer, tokenizer)
+    longest = session.limits.max_model_len - options.answer_tokens
+    prompts = [prompt_ids(session.tokenizer, turn, longest) for _, turn in questions]
+    with session.running() as engine, report.stage("answers", str(options.artifact), len(prompts)) as stage:
+        answers = asyncio.run(_answers(engine, prompts, options.answer_tokens, stage.advance))
+        stage.done(f"{sum(map(len, answers))} tokens in answers to {len(prompts)} prompts")
+    session.runner.close()
+    kinds = tuple(kind for kind, _ in questions)
+    return answer_rows(prompts, answers, kinds, options.length, options.answer_tokens)
+
+
+async def _answers(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, advance: Any) -> list[list[int]]:
+    params = SamplingParams(max_tokens=tokens, temperature=0.0)
+
+    async def one(number: int, prompt: tuple[int, ...]) -> list[int]:
+        ids: list[int] = []
+        async for output in engine.submit(GenerationRequest(f"distill-{number}", prompt, params)):
+            if output.error:
+                raise UserError(f"prompt {number}: {output.error}")
+            ids += output.token_ids
+        advance()
+        return ids
+
+    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+
+
+def answer_rows(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], kinds: tuple[str, ...], length: int, most: int
+) -> Rows:
+    """Prompts with their answers, each the last `length` ids; every token of an answer is wanted, at most `most`."""
+    ids, wanted = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        whole = [*prompt, *answer][-length:]
+        answered = min(len(answer), most, len(whole) - 1)
+        ids[number, : len(whole)] = whole
+        wanted[number, len(whole) - answered - 1 : len(whole) - 1] = True
+    return Rows(ids, wanted, kinds)
+
+
+# ---- training
+
+
+def _train(
+    options: DistillOptions,
+    student: Student,
+    fixed: Fixed,
+    params: Params,
+    rows: Rows,
+    training: pathlib.Path,
+    report: Reporter,
+) -> tuple[State, int, float]:
+    """Trains up to options.steps steps or options.minutes, from where the last run saved. The last loss is a running
+    mean. The rows of a step follow from the seed and its number, so a resumed run ends with the same numbers."""
+    warmup = max(1, min(options.steps // 10, 50))
+    rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, warmup, max(options.steps, warmup + 1))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
+    numbers = np.flatnonzero(~rows.held_out())
+    step = make_step(student, optimizer)
+    state, first, loss = _restore(training / "steps", State(params, optimizer.init(params)))
+    deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    done = first
+    with report.stage("distill", f"{student.config.layers} of {student.teacher.layers} layers", options.steps) as stage:
+        for _ in range(first):
+            stage.advance()
+        for number in range(first, options.steps):
+            if time.monotonic() > deadline:
+                break
+            rng = np.random.default_rng((options.seed, number))
+            chosen = rng.choice(numbers, options.batch, replace=len(numbers) < options.batch)
+            state, value = step(fixed, state, rows.batch(chosen))
+            loss = float(value) if not number else 0.95 * loss + 0.05 * float(value)
+            done = number + 1
+            if done % options.save_every == 0:
+                _save(training / "steps", done, state, loss)
+            stage.advance(f"KL {loss:.3f}")
+        stage.done(f"{done} steps, KL {loss:.3f}")
+    return state, done, loss
+
+
+def _checkpoints(folder: pathlib.Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+def _save(folder: pathlib.Path, step: int, state: State, loss: float) -> None:
+    with _checkpoints(folder) as manager:
+        manager.save(step, args=ocp.args.StandardSave({"state": state._asdict(), "loss": np.float64(loss)}))
+
+
+def _restore(folder: pathlib.Path, fresh: State) -> tuple[State, int, float]:
+    """(state, steps done, loss) as last saved, or as they are at the beginning."""
+    with _checkpoints(folder) as manager:
+        last = manager.latest_step()
+        if last is None:
+            return fresh, 0, 0.0
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"state": fresh._asdict(), "loss": np.float64(0)})
+        found = manager.restore(last, args=ocp.args.StandardRestore(shapes))
+    return State(**found["state"]), last, float(found["loss"])
+
+
+# ---- what came out
+
+
+def acceptance(student: Student, fixed: Fixed, params: Params, rows: Rows) -> dict[str, float]:
+    """By kind, over the rows held out and in all: how often the student's likeliest token is the teacher's, where all
+    before it are the teacher's. That is the probability at which a greedy proposal is accepted."""
+    count = make_agreement(student)
+    totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    for number in np.flatnonzero(rows.held_out()):
+        same, of = map(float, count(fixed, params, rows.batch([number])))
+        for kind in (rows.kinds[number], "all"):
+            totals[kind][0] += same
+            totals[kind][1] += of
+    return {kind: same / max(1.0, of) for kind, (same, of) in sorted(totals.items())}
+
+
+def _write(folder: pathlib.Path, checkpoint: Checkpoint, student: Student, fixed: Fixed, params: Params) -> None:
+    everything = {path: np.asarray(value, np.float32) for path, value in {**fixed.student, **params}.items()}
+    checkpoint.write_tokenizer(folder)
+    write_checkpoint(folder, student.config, everything.items(), checkpoint.generation)

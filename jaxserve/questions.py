@@ -1,0 +1,37 @@
+"""Questions in the form of Spec-Bench (Xia et al. 2024): JSON lines with a `category` and the `turns` of a user."""
+
+import collections
+import json
+import pathlib
+
+from jaxserve.errors import UserError
+from jaxserve.text import Tokenizer
+
+MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
+
+
+def read_questions(path: pathlib.Path, every: int, flag: str) -> list[tuple[str, str]]:
+    """(category, first turn) of each n-th question of a category; the eight categories of MT-bench are one.
+
+    UserError, which names the flag that gave the path, for another file.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        found = [("mt_bench" if q["category"] in MT_BENCH else q["category"], q["turns"][0]) for q in lines]
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise UserError(f"{flag} {path}: not the questions of Spec-Bench ({error!r:.80})") from None
+    seen = collections.Counter[str]()
+    chosen = []
+    for category, turn in found:
+        if seen[category] % every == 0:
+            chosen.append((category, turn))
+        seen[category] += 1
+    return chosen
+
+
+def prompt_ids(tokenizer: Tokenizer, turn: str, most: int) -> tuple[int, ...]:
+    """The turn in the model's chat template, if it has one; its last `most` tokens."""
+    if tokenizer.chat_template is None:
+        return tuple(tokenizer.encode_prompt(turn)[-most:])
+    text = tokenizer.chat_template.render([{"role": "user", "content": turn}], add_generation_prompt=True)
+    return tuple(tokenizer.encode(text, special=True)[-most:])

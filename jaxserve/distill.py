@@ -87,6 +87,7 @@ class Rows:
         return int(self.wanted.sum(axis=1).max())
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> Batch:
+        """These rows as one step sees them."""
         return Batch.of(self.ids[numbers], self.wanted[numbers], self.most_wanted)
 
     def save(self, path: pathlib.Path) -> None:
@@ -297,7 +298,7 @@ def acceptance(student: Student, fixed: Fixed, params: Params, rows: Rows) -> di
     count = make_agreement(student)
     totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     for number in np.flatnonzero(rows.held_out()):
-        same, of = map(float, count(fixed, params, rows.batch([number])))
+        same, of = map(float, count(fixed, params, rows.batch(np.array([number]))))
         for kind in (rows.kinds[number], "all"):
             totals[kind][0] += same
             totals[kind][1] += of

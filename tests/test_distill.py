@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,8 +34,8 @@ def text(tmp_path_factory) -> pathlib.Path:
     return file
 
 
-def options(model, text, output, **changes) -> DistillOptions:
-    usual = dict(layers=2, length=32, batch=2, steps=STEPS, save_every=5)
+def options(model, text, output, **changes: Any) -> DistillOptions:
+    usual: dict[str, Any] = dict(layers=2, length=32, batch=2, steps=STEPS, save_every=5)
     return DistillOptions(model=str(model), text=text, output=output, **usual | changes)
 
 

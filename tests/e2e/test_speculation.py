@@ -1,5 +1,6 @@
 """Speculation on a real artifact with native kernels: the same answers, whatever proposes, and nothing is compiled."""
 
+import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.distill import DistillOptions, distill
 from jaxserve.errors import UserError
 from jaxserve.pallas_kernels._native import is_available
+from jaxserve.reporting import Reporter
 from jaxserve.serving.request import SamplingParams
 from jaxserve.serving.session import Session
 from jaxserve.serving.speculation import Speculation
-from tests.e2e.support import Ask, ask, compile_artifact, load, settle
+from tests.e2e.support import Ask, ask, compile_artifact, greedy, load, settle
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="XLA's own dots depend on the rows beside a row")
 
@@ -116,6 +119,30 @@ def test_a_draft_equal_to_its_target_is_always_right(session: Session, artifacts
     found = [answers(session, [one], speculation) for one in asked]
     assert found == [answers(session, [one], None) for one in asked]
     assert speculation.num_accepted == speculation.num_proposed > 50
+
+
+def test_a_distilled_draft_learns_from_answers_and_changes_none(
+    session: Session, artifacts: pathlib.Path, stories_model: pathlib.Path, story: list[int], tmp_path: pathlib.Path
+):
+    """Trained on what the target's engine answers, compiled, and asked again."""
+    turns = ["Once upon a time, there was a", "Tom and Lily went to the", "One day, a little dog", "The sun was"]
+    questions = [{"category": kind, "turns": [f"{turn} {kind}"]} for kind in ("cat", "bird") for turn in turns]
+    file, folder = tmp_path / "prompts.jsonl", tmp_path / "draft"
+    file.write_text("\n".join(map(json.dumps, questions)))
+    options = DistillOptions(
+        model=str(stories_model), output=folder, layers=3, prompts=file, artifact=artifacts / "stories-int8",
+        answer_tokens=32, length=48, batch=4, steps=40, learning_rate=3e-3,
+    )  # fmt: skip
+    acceptance = distill(options, Reporter(quiet=True))["acceptance"]
+    assert acceptance.keys() == {"cat", "bird", "all"}
+    assert acceptance["all"]["distilled"] > acceptance["all"]["cut"]
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_tokens": 512}
+    draft = compile_artifact(tmp_path / "artifact", folder, "w8a16", **limits)
+    asked = [Ask(session.tokenizer.encode_prompt(q["turns"][0]), greedy(32)) for q in questions]
+    plain, speculation = answers(session, asked, None), spendthrift(session, str(draft))
+    session.drafts[draft].warmup()
+    assert answers(session, asked, speculation) == plain
+    assert speculation.num_accepted > 10
 
 
 def test_what_is_neither_known_nor_a_folder_is_refused(session: Session):

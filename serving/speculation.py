@@ -71,7 +71,8 @@ class StepCosts:
     """Seconds that a step without prompt tokens takes, by its size: its ratio to others times the pace of now.
 
     Long contexts and a busy machine slow all sizes down much alike. So a size keeps the median of its recent seconds
-    over the pace, and the pace is the median of the last steps' seconds over the ratios of their sizes. A size that was
+    over the pace, and the pace is the median of the last steps' seconds over the ratios of their sizes. Only a step of
+    another size than the one before says something of ratios, and all do of the pace. A size that was
     not measured lately is taken to cost what the next smaller one does, so that it gets tried, one such size at a time;
     nothing is tried before the size without proposals is known.
     """
@@ -82,7 +83,7 @@ class StepCosts:
         self._paces = collections.deque[float](maxlen=_PACE)
         self._used = dict.fromkeys(sizes, 0)
         self.counts = dict.fromkeys(sizes, 0)  # steps of each size
-        self._steps = 0
+        self._steps = self._last = 0  # how many there were, and the size of the last
         self._interrupted = False
 
     def interrupt(self) -> None:
@@ -96,12 +97,12 @@ class StepCosts:
         if size is None:
             return
         self.counts[size] += 1
-        if self.ratio(size) is None or not self._interrupted:
+        if self.ratio(size) is None or (size != self._last and not self._interrupted):
             if self._steps - self._used[size] > _STALE:
                 self._ratios[size].clear()
             pace = statistics.median(self._paces) if self._paces else seconds  # the first size has ratio 1
             self._ratios[size].append(seconds / pace)
-            self._used[size] = self._steps
+        self._used[size], self._last = self._steps, size
         if (ratio := self.ratio(size)) is not None:
             if self._interrupted:
                 self._paces.clear()

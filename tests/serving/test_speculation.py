@@ -93,6 +93,15 @@ def test_other_sequences_change_the_pace_of_all_sizes():
     assert (costs.seconds(1), costs.seconds(4)) == (4.0, 6.0)
 
 
+def test_slow_steps_behind_prompts_do_not_move_one_size_against_the_others():
+    costs = measured(s1=1.0, s4=1.5)
+    for _ in range(30):
+        costs.interrupt()
+        for seconds in (3.0, *[1.0] * 12):
+            costs.add(1, seconds)
+    assert (costs.seconds(1), costs.seconds(4)) == (1.0, 1.5)
+
+
 def test_contexts_that_grow_do_not_hide_what_a_size_costs():
     costs = StepCosts(SIZES)
     for step in range(60):

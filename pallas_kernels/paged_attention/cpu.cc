@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string_view>
+#include <vector>
 
 #include "../_native/handler.h"
 #include "../_native/isa.h"
@@ -41,11 +42,43 @@ struct Fp8Table {
 };
 const Fp8Table fp8;
 
-// The query heads of one token, `heads` for each of some key heads from `key_head` on, at the positions first <= j <= last.
-struct Query {
+// Positions that are met together; see kernel.inc.
+constexpr int kBlock = 64;
+
+// Neighbouring tokens of one sequence; `position` is that of the first.
+struct Tile {
   const int32_t* table;
-  int64_t key_head, key_heads, heads, first, last;
-  float softcap;
+  int64_t token, tokens, position;
+};
+
+// A tile's blocks of one key head.
+struct Work {
+  Tile tile;
+  int64_t key_head, first_block, last_block;
+};
+
+// The operands, checked: q and o are [T, K, heads, H], float32 if `wide` and else bfloat16.
+struct Call {
+  const void* q;
+  void* o;
+  bool wide;
+  int64_t heads;
+  Cache keys, values;
+  float scale, softcap;
+  int64_t window;
+
+  int64_t width() const { return (keys.head_dim + 15) / 16 * 16; }
+  int64_t row(int64_t token, int64_t key_head, int64_t head) const { return (token * keys.heads + key_head) * heads + head; }
+  int64_t first_seen(int64_t position) const { return window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0; }
+  // Of a block from `position` on, the part that token t of a tile sees: from begin to end.
+  int begin(const Tile& tile, int64_t t, int64_t position) const {
+    return static_cast<int>(std::max<int64_t>(first_seen(tile.position + t) - position, 0));
+  }
+  int end(const Tile& tile, int64_t t, int64_t position) const {
+    return static_cast<int>(std::min<int64_t>(tile.position + t + 1 - position, kBlock));
+  }
+  int64_t first_block(const Tile& tile) const { return first_seen(tile.position) / kBlock; }
+  int64_t last_block(const Tile& tile) const { return (tile.position + tile.tokens + kBlock - 1) / kBlock; }
 };
 
 }  // namespace
@@ -56,6 +89,9 @@ struct Query {
 
 namespace jaxserve {
 namespace {
+
+// How finely few tiles are shared out, for each thread, and the most memory for that.
+constexpr int64_t kShares = 4, kMostFloats = 1 << 20;
 
 // The keys or the values of a layer among the operands, of which there are `each`; `at` is the first. Data is null if they
 // do not fit.
@@ -74,6 +110,44 @@ Cache cache_of(const ffi::RemainingArgs& arrays, std::size_t at, std::size_t eac
     (i == 1 ? cache.scale : cache.minimum) = static_cast<const uint16_t*>(numbers->untyped_data()) + row;
   }
   return cache;
+}
+
+// All tiles, by the team. Where there are few, the blocks of one are shared out too.
+void attend_tiles(const Call& call, const std::vector<Tile>& tiles) {
+  Team& team = Team::get();
+  const int64_t items = tiles.size() * call.keys.heads;
+  int64_t tokens = 0, blocks = 0;
+  for (const Tile& tile : tiles) {
+    tokens = std::max(tokens, tile.tokens);
+    blocks = std::max(blocks, call.last_block(tile) - call.first_block(tile));
+  }
+  const auto work_of = [&](int64_t item) {
+    const Tile& tile = tiles[item / call.keys.heads];
+    return Work{tile, item % call.keys.heads, call.first_block(tile), call.last_block(tile)};
+  };
+  const int64_t floats = JAXSERVE_DISPATCH(attend_floats, call, tokens), part = JAXSERVE_DISPATCH(part_floats, call, tokens);
+  const auto memory = [&] { return static_cast<float*>(Team::scratch(floats * sizeof(float), 1)); };
+  const int64_t runs = std::min(blocks, kShares * team.size() / std::max<int64_t>(items, 1));
+  if (team.size() == 1 || runs < 2 || items * blocks * part > kMostFloats) {
+    const int64_t grain = tokens > 1 ? 1 : std::max<int64_t>(items / (8 * team.size()), 1);
+    team.ranges(items, grain, [&](int64_t first, int64_t last, int) {
+      for (int64_t item = first; item < last; ++item) {
+        const Work next = work_of(std::min(item + 1, last - 1));
+        JAXSERVE_DISPATCH(attend, call, work_of(item), item + 1 < last ? &next : nullptr, nullptr, memory());
+      }
+    });
+    return;
+  }
+  float* const parts = static_cast<float*>(Team::scratch(items * blocks * part * sizeof(float), 0));
+  team.each(items * runs, [&](int64_t share, int) {
+    const int64_t item = share / runs, run = share % runs;
+    Work work = work_of(item);
+    const int64_t first = work.first_block, count = work.last_block - first;
+    work.first_block = first + count * run / runs, work.last_block = first + count * (run + 1) / runs;
+    if (work.first_block == work.last_block) return;
+    JAXSERVE_DISPATCH(attend, call, work, nullptr, parts + (item * blocks + work.first_block - first) * part, memory());
+  });
+  team.each(items, [&](int64_t item, int) { JAXSERVE_DISPATCH(finish, call, work_of(item), parts + item * blocks * part, memory()); });
 }
 
 ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> o, float scale,
@@ -97,14 +171,13 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
                     static_cast<int64_t>(starts.element_count()) == seqs + 1 && o->element_count() == q.element_count();
   if (!fits) return invalid("paged_attention: the operands do not fit each other");
 
-  const int64_t tokens = shape[0], query_heads = shape[1], head_dim = shape[2], key_heads = pool.heads;
-  const int64_t heads = query_heads / key_heads, width = (head_dim + 15) / 16 * 16;
-  const bool wide = q.element_type() == ffi::F32;
   const int32_t* const start = starts.typed_data();
-
-  // No page outside the pool is read, whatever the table says.
+  // Nothing outside the operands is read, whatever tables and starts say.
+  if (start[0] < 0 || start[seqs] > shape[0]) return invalid("paged_attention: query_starts names a token outside the step");
   for (int64_t s = 0; s < seqs; ++s) {
-    if (start[s + 1] <= start[s]) continue;
+    if (start[s + 1] < start[s]) return invalid("paged_attention: query_starts descends");
+    if (start[s + 1] == start[s]) continue;
+    if (lengths.typed_data()[s] < start[s + 1] - start[s]) return invalid("paged_attention: a context is shorter than its tokens");
     const int64_t used = (lengths.typed_data()[s] + pool.page - 1) / pool.page;
     const int64_t earliest = lengths.typed_data()[s] - (start[s + 1] - start[s]);
     const int64_t unread = window > 0 ? std::max<int64_t>(earliest - window + 1, 0) / pool.page : 0;
@@ -115,42 +188,19 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
     }
   }
 
-  // With tokens enough for all threads, one takes all heads of a token: their keys lie side by side.
-  Team& team = Team::get();
-  const int64_t together = tokens >= 2 * team.size() ? key_heads : 1, rows = together * heads;
-  const int64_t floats = 2 * rows * width + JAXSERVE_DISPATCH(attend_floats, heads, together, width);
-  team.each(tokens * key_heads / together, [&](int64_t item, int) {
-    const int64_t token = item * together / key_heads, key_head = item * together % key_heads;
-    const int64_t at = (token * query_heads + key_head * heads) * head_dim;
-    float* const padded_q = static_cast<float*>(Team::scratch(floats * sizeof(float), 1));
-    float* const out = padded_q + rows * width;
-    const int64_t s = std::upper_bound(start, start + seqs + 1, token) - start - 1;
-    if (s < seqs) {
-      for (int64_t n = 0; n < rows; ++n) {
-        for (int64_t h = 0; h < width; ++h) {
-          const int64_t from = at + n * head_dim + h;
-          const float value = h >= head_dim ? 0.0f
-                              : wide        ? static_cast<const float*>(q.untyped_data())[from]
-                                            : bf16_to_float(static_cast<const uint16_t*>(q.untyped_data())[from]);
-          padded_q[n * width + h] = value * scale;
-        }
-      }
-      const int64_t last = lengths.typed_data()[s] - start[s + 1] + token;
-      const int64_t first = window > 0 ? std::max<int64_t>(last - window + 1, 0) : 0;
-      const Query query{tables.typed_data() + s * pages_per_seq, key_head, together, heads, first, last, softcap};
-      JAXSERVE_DISPATCH(attend, query, keys, values, padded_q, out, out + rows * width);
-    } else {
-      std::fill(out, out + rows * width, 0.0f);  // padding
+  const Call call{q.untyped_data(), o->untyped_data(), q.element_type() == ffi::F32, shape[1] / pool.heads, keys, values, scale, softcap, window};
+  std::vector<Tile> tiles;
+  // Keys and values are read once for a tile; many tokens can afford large ones.
+  const int64_t tokens = shape[0], most = tokens >= 256 ? 32 : 8;
+  for (int64_t s = 0; s < seqs; ++s) {
+    for (int64_t t = start[s]; t < start[s + 1]; t += most) {
+      const int64_t position = lengths.typed_data()[s] - start[s + 1] + t;
+      tiles.push_back({tables.typed_data() + s * pages_per_seq, t, std::min<int64_t>(most, start[s + 1] - t), position});
     }
-    for (int64_t n = 0; n < rows; ++n) {
-      for (int64_t h = 0; h < head_dim; ++h) {
-        const int64_t to = at + n * head_dim + h;
-        const float value = out[n * width + h];
-        if (wide) static_cast<float*>(o->untyped_data())[to] = value;
-        else static_cast<uint16_t*>(o->untyped_data())[to] = float_to_bf16(value);
-      }
-    }
-  });
+  }
+  const int64_t row = shape[1] * shape[2] * (call.wide ? 4 : 2), used = seqs ? start[seqs] : 0;
+  std::memset(static_cast<char*>(call.o) + used * row, 0, (tokens - used) * row);  // padding
+  attend_tiles(call, tiles);
   return ffi::Error::Success();
 }
 

@@ -51,17 +51,18 @@ struct Tile {
   int64_t token, tokens, position;
 };
 
-// A tile's blocks of one key head.
+// A tile's blocks of neighbouring key heads.
 struct Work {
   Tile tile;
-  int64_t key_head, first_block, last_block;
+  int64_t key_head, key_heads, first_block, last_block;
 };
 
-// The operands, checked: q and o are [T, K, heads, H], float32 if `wide` and else bfloat16.
+// The operands, checked: q and o are [T, K, heads, H], float32 if `wide` and else bfloat16; in pairs, everything is bfloat16 and
+// its numbers are taken two by two.
 struct Call {
   const void* q;
   void* o;
-  bool wide;
+  bool wide, pairs;
   int64_t heads;
   Cache keys, values;
   float scale, softcap;
@@ -115,25 +116,26 @@ Cache cache_of(const ffi::RemainingArgs& arrays, std::size_t at, std::size_t eac
 // All tiles, by the team. Where there are few, the blocks of one are shared out too.
 void attend_tiles(const Call& call, const std::vector<Tile>& tiles) {
   Team& team = Team::get();
-  const int64_t items = tiles.size() * call.keys.heads;
   int64_t tokens = 0, blocks = 0;
   for (const Tile& tile : tiles) {
     tokens = std::max(tokens, tile.tokens);
     blocks = std::max(blocks, call.last_block(tile) - call.first_block(tile));
   }
+  const int64_t together = int64_t(tiles.size()) >= 4 * team.size() && tokens <= 8 ? call.keys.heads : 1;
+  const int64_t groups = call.keys.heads / together, items = tiles.size() * groups;
   const auto work_of = [&](int64_t item) {
-    const Tile& tile = tiles[item / call.keys.heads];
-    return Work{tile, item % call.keys.heads, call.first_block(tile), call.last_block(tile)};
+    const Tile& tile = tiles[item / groups];
+    return Work{tile, item % groups * together, together, call.first_block(tile), call.last_block(tile)};
   };
-  const int64_t floats = JAXSERVE_DISPATCH(attend_floats, call, tokens), part = JAXSERVE_DISPATCH(part_floats, call, tokens);
+  const int64_t floats = JAXSERVE_DISPATCH(attend_floats, call, tokens, together), part = JAXSERVE_DISPATCH(part_floats, call, tokens);
   const auto memory = [&] { return static_cast<float*>(Team::scratch(floats * sizeof(float), 1)); };
   const int64_t runs = std::min(blocks, kShares * team.size() / std::max<int64_t>(items, 1));
   if (team.size() == 1 || runs < 2 || items * blocks * part > kMostFloats) {
-    const int64_t grain = tokens > 1 ? 1 : std::max<int64_t>(items / (8 * team.size()), 1);
+    const int64_t grain = tokens > 1 ? 1 : std::max<int64_t>(items / (4 * team.size()), 1);
     team.ranges(items, grain, [&](int64_t first, int64_t last, int) {
       for (int64_t item = first; item < last; ++item) {
-        const Work next = work_of(std::min(item + 1, last - 1));
-        JAXSERVE_DISPATCH(attend, call, work_of(item), item + 1 < last ? &next : nullptr, nullptr, memory());
+        const Work next = work_of(std::min(item + 1, items - 1));
+        JAXSERVE_DISPATCH(attend, call, work_of(item), item + 1 < items ? &next : nullptr, nullptr, memory());
       }
     });
     return;
@@ -188,7 +190,9 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
     }
   }
 
-  const Call call{q.untyped_data(), o->untyped_data(), q.element_type() == ffi::F32, shape[1] / pool.heads, keys, values, scale, softcap, window};
+  const bool wide = q.element_type() == ffi::F32;
+  const bool pairs = isa() == Isa::kAvx512 && !wide && keys.store == Store::kBF16 && shape[2] % 32 == 0;
+  const Call call{q.untyped_data(), o->untyped_data(), wide, pairs, shape[1] / pool.heads, keys, values, scale, softcap, window};
   std::vector<Tile> tiles;
   // Keys and values are read once for a tile; many tokens can afford large ones.
   const int64_t tokens = shape[0], most = tokens >= 256 ? 32 : 8;

@@ -9,87 +9,17 @@
 #include "../_native/profile.h"
 #include "../_native/team.h"
 #include "../kv_write/pool.h"
-
-namespace jaxserve {
-namespace {
-
-enum class Store { kF32, kBF16, kInt8, kInt4, kFp8 };
-
-// Keys or values [pages, B, K, H] as `store` says; codes have a scale, and integers a minimum, a row (see KvFormat).
-struct Cache {
-  Store store;
-  const void* data;
-  const uint16_t* scale;
-  const uint16_t* minimum;
-  int64_t page, heads, head_dim;
-
-  int64_t row_bytes() const {
-    const int64_t bits = store == Store::kF32 ? 32 : store == Store::kBF16 ? 16 : store == Store::kInt4 ? 4 : 8;
-    return head_dim * bits / 8;
-  }
-};
-
-// What a code of float8_e4m3fn stands for.
-struct Fp8Table {
-  float numbers[256];
-  Fp8Table() {
-    for (int code = 0; code < 256; ++code) {
-      const int exponent = code >> 3 & 15, mantissa = code & 7;
-      const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
-      numbers[code] = (code & 127) == 127 ? NAN : code < 128 ? size : -size;
-    }
-  }
-};
-const Fp8Table fp8;
-
-// Positions that are met together; see kernel.inc.
-constexpr int kBlock = 64;
-
-// Neighbouring tokens of one sequence; `position` is that of the first.
-struct Tile {
-  const int32_t* table;
-  int64_t token, tokens, position;
-};
-
-// A tile's blocks of neighbouring key heads.
-struct Work {
-  Tile tile;
-  int64_t key_head, key_heads, first_block, last_block;
-};
-
-// The operands, checked: q and o are [T, K, heads, H], float32 if `wide` and else bfloat16; in pairs, everything is bfloat16 and
-// its numbers are taken two by two.
-struct Call {
-  const void* q;
-  void* o;
-  bool wide, pairs;
-  int64_t heads;
-  Cache keys, values;
-  float scale, softcap;
-  int64_t window;
-
-  int64_t width() const { return (keys.head_dim + 15) / 16 * 16; }
-  int64_t row(int64_t token, int64_t key_head, int64_t head) const { return (token * keys.heads + key_head) * heads + head; }
-  int64_t first_seen(int64_t position) const { return window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0; }
-  // Of a block from `position` on, the part that token t of a tile sees: from begin to end.
-  int begin(const Tile& tile, int64_t t, int64_t position) const {
-    return static_cast<int>(std::max<int64_t>(first_seen(tile.position + t) - position, 0));
-  }
-  int end(const Tile& tile, int64_t t, int64_t position) const {
-    return static_cast<int>(std::min<int64_t>(tile.position + t + 1 - position, kBlock));
-  }
-  int64_t first_block(const Tile& tile) const { return first_seen(tile.position) / kBlock; }
-  int64_t last_block(const Tile& tile) const { return (tile.position + tile.tokens + kBlock - 1) / kBlock; }
-};
-
-}  // namespace
-}  // namespace jaxserve
+#include "ahead.h"
+#include "call.h"
 
 #define JAXSERVE_KERNEL "../paged_attention/kernel.inc"
 #include "../_native/clones.h"
 
 namespace jaxserve {
 namespace {
+
+// Of how many tokens a tile has at most, if there are few and if there are many: keys and values are read once for a tile.
+constexpr int64_t kFewTokens = 8, kManyTokens = 32;
 
 // How finely few tiles are shared out, for each thread, and the most memory for that.
 constexpr int64_t kShares = 4, kMostFloats = 1 << 20;
@@ -113,43 +43,58 @@ Cache cache_of(const ffi::RemainingArgs& arrays, std::size_t at, std::size_t eac
   return cache;
 }
 
-// All tiles, by the team. Where there are few, the blocks of one are shared out too.
-void attend_tiles(const Call& call, const std::vector<Tile>& tiles) {
+// All items of a plan, by the team: each thread its own from the first on, so that it knows what comes next.
+void attend_items(const Plan& plan) {
   Team& team = Team::get();
-  int64_t tokens = 0, blocks = 0;
-  for (const Tile& tile : tiles) {
-    tokens = std::max(tokens, tile.tokens);
-    blocks = std::max(blocks, call.last_block(tile) - call.first_block(tile));
-  }
-  const int64_t together = int64_t(tiles.size()) >= 4 * team.size() && tokens <= 8 ? call.keys.heads : 1;
-  const int64_t groups = call.keys.heads / together, items = tiles.size() * groups;
-  const auto work_of = [&](int64_t item) {
-    const Tile& tile = tiles[item / groups];
-    return Work{tile, item % groups * together, together, call.first_block(tile), call.last_block(tile)};
-  };
-  const int64_t floats = JAXSERVE_DISPATCH(attend_floats, call, tokens, together), part = JAXSERVE_DISPATCH(part_floats, call, tokens);
-  const auto memory = [&] { return static_cast<float*>(Team::scratch(floats * sizeof(float), 1)); };
-  const int64_t runs = std::min(blocks, kShares * team.size() / std::max<int64_t>(items, 1));
-  if (team.size() == 1 || runs < 2 || items * blocks * part > kMostFloats) {
-    const int64_t grain = tokens > 1 ? 1 : std::max<int64_t>(items / (4 * team.size()), 1);
-    team.ranges(items, grain, [&](int64_t first, int64_t last, int) {
-      for (int64_t item = first; item < last; ++item) {
-        const Work next = work_of(std::min(item + 1, items - 1));
-        JAXSERVE_DISPATCH(attend, call, work_of(item), item + 1 < items ? &next : nullptr, nullptr, memory());
-      }
-    });
-    return;
-  }
+  const int64_t items = plan.items(), floats = JAXSERVE_DISPATCH(attend_floats, plan.call, plan.most_tokens, plan.together);
+  const int64_t grain = std::max<int64_t>(plan.most_tokens > 1 ? 1 : items / (4 * team.size()), 1);
+  std::vector<Ahead> ahead(team.size(), Ahead(plan));
+  team.ranges(items, grain, [&](int64_t first, int64_t last, int thread) {
+    float* const memory = static_cast<float*>(Team::scratch(floats * sizeof(float), 1));
+    const int64_t own = items * (thread + 1) / team.size();
+    for (int64_t item = first; item < last; ++item) {
+      ahead[thread].begin(item, std::max(last, first < own ? own : last));
+      JAXSERVE_DISPATCH(attend, plan.call, plan.work(item), ahead[thread], nullptr, memory);
+    }
+  });
+}
+
+// The same where there are few items: the blocks of each are cut into `runs`, whose parts are joined at the end.
+void attend_runs(const Plan& plan, int64_t runs) {
+  Team& team = Team::get();
+  const int64_t items = plan.items(), blocks = plan.most_blocks, part = JAXSERVE_DISPATCH(part_floats, plan.call, plan.most_tokens);
+  const int64_t floats = JAXSERVE_DISPATCH(attend_floats, plan.call, plan.most_tokens, plan.together);
   float* const parts = static_cast<float*>(Team::scratch(items * blocks * part * sizeof(float), 0));
+  const auto memory = [&] { return static_cast<float*>(Team::scratch(floats * sizeof(float), 1)); };
   team.each(items * runs, [&](int64_t share, int) {
     const int64_t item = share / runs, run = share % runs;
-    Work work = work_of(item);
+    Work work = plan.work(item);
     const int64_t first = work.first_block, count = work.last_block - first;
     work.first_block = first + count * run / runs, work.last_block = first + count * (run + 1) / runs;
     if (work.first_block == work.last_block) return;
-    JAXSERVE_DISPATCH(attend, call, work, nullptr, parts + (item * blocks + work.first_block - first) * part, memory());
+    Ahead ahead(plan);
+    ahead.begin(work);
+    JAXSERVE_DISPATCH(attend, plan.call, work, ahead, parts + (item * blocks + work.first_block - first) * part, memory());
   });
-  team.each(items, [&](int64_t item, int) { JAXSERVE_DISPATCH(finish, call, work_of(item), parts + item * blocks * part, memory()); });
+  team.each(items, [&](int64_t item, int) {
+    JAXSERVE_DISPATCH(finish, plan.call, plan.work(item), parts + item * blocks * part, memory());
+  });
+}
+
+void attend_tiles(const Call& call, const std::vector<Tile>& tiles) {
+  const int64_t threads = Team::get().size();
+  Plan plan{call, tiles};
+  for (const Tile& tile : tiles) {
+    plan.most_tokens = std::max(plan.most_tokens, tile.tokens);
+    plan.most_blocks = std::max(plan.most_blocks, call.last_block(tile) - call.first_block(tile));
+  }
+  // Keys of all heads of a position lie side by side. Many tokens take long enough to be shared out head by head.
+  if (int64_t(tiles.size()) >= kShares * threads && plan.most_tokens <= kFewTokens) plan.together = call.keys.heads;
+  const int64_t items = plan.items();
+  const int64_t runs = items && threads > 1 ? std::min(plan.most_blocks, kShares * threads / items) : 1;
+  const int64_t floats = items * plan.most_blocks * JAXSERVE_DISPATCH(part_floats, call, plan.most_tokens);
+  if (runs > 1 && floats <= kMostFloats) attend_runs(plan, runs);
+  else attend_items(plan);
 }
 
 ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> o, float scale,
@@ -194,8 +139,7 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
   const bool pairs = isa() == Isa::kAvx512 && !wide && keys.store == Store::kBF16 && shape[2] % 32 == 0;
   const Call call{q.untyped_data(), o->untyped_data(), wide, pairs, shape[1] / pool.heads, keys, values, scale, softcap, window};
   std::vector<Tile> tiles;
-  // Keys and values are read once for a tile; many tokens can afford large ones.
-  const int64_t tokens = shape[0], most = tokens >= 256 ? 32 : 8;
+  const int64_t tokens = shape[0], most = tokens >= 8 * kManyTokens ? kManyTokens : kFewTokens;
   for (int64_t s = 0; s < seqs; ++s) {
     for (int64_t t = start[s]; t < start[s + 1]; t += most) {
       const int64_t position = lengths.typed_data()[s] - start[s + 1] + t;

@@ -53,12 +53,12 @@ struct Work {
   int64_t key_head, key_heads, first_block, last_block;
 };
 
-// The operands, checked: q and o are [T, K, heads, H], float32 if `wide` and else bfloat16; in pairs, everything is bfloat16 and
-// its numbers are taken two by two.
+// The operands, checked: q and o are [T, K, heads, H], float32 if `wide` and else bfloat16. In pairs, keys and values are
+// bfloat16 and taken two by two; with narrow_dots, queries too.
 struct Call {
   const void* q;
   void* o;
-  bool wide, pairs;
+  bool wide, pairs, narrow_dots;
   int64_t heads;
   Cache keys, values;
   float scale, softcap;

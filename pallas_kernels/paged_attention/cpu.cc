@@ -136,8 +136,8 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
   }
 
   const bool wide = q.element_type() == ffi::F32;
-  const bool pairs = isa() == Isa::kAvx512 && !wide && keys.store == Store::kBF16 && shape[2] % 32 == 0;
-  const Call call{q.untyped_data(), o->untyped_data(), wide, pairs, shape[1] / pool.heads, keys, values, scale, softcap, window};
+  const bool pairs = keys.store == Store::kBF16 && shape[2] % 32 == 0, narrow_dots = pairs && !wide && isa() == Isa::kAvx512;
+  const Call call{q.untyped_data(), o->untyped_data(), wide, pairs, narrow_dots, shape[1] / pool.heads, keys, values, scale, softcap, window};
   std::vector<Tile> tiles;
   const int64_t tokens = shape[0], most = tokens >= 8 * kManyTokens ? kManyTokens : kFewTokens;
   for (int64_t s = 0; s < seqs; ++s) {

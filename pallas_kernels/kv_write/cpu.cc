@@ -5,6 +5,7 @@
 
 #include "../_native/handler.h"
 #include "../_native/profile.h"
+#include "../_native/team.h"
 #include "pool.h"
 
 namespace jaxserve {
@@ -69,6 +70,9 @@ void quantize(const Cache& cache, int64_t row, int64_t size, Load x) {
   }
 }
 
+// Tokens whose slots are asked for at once, and from how many on the threads share them. Two tokens never have the same slot.
+constexpr int64_t kAskedFor = 64, kShared = 8;
+
 // rows [T, K, H] into `cache` at `slots` of its layer, rounded to what it is kept in.
 ffi::Error write(const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& slots, const Cache& cache) {
   const Pool& pool = cache.pool;
@@ -82,24 +86,38 @@ ffi::Error write(const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& slots,
   const auto* const narrow = static_cast<const uint16_t*>(rows.untyped_data());
   const auto* const wide = static_cast<const float*>(rows.untyped_data());
   const std::size_t bytes = size * (to_bf16 ? 2 : 4);
-  for (int64_t t = 0; t < tokens; ++t) {
-    if (slots.typed_data()[t] < 0 || slots.typed_data()[t] >= pool.slots) continue;
-    const int64_t slot = pool.first_slot + slots.typed_data()[t];
-    void* const to = static_cast<char*>(cache.data.untyped_data()) + slot * bytes;
-    if (cache.store != Store::kPlain) {
-      for (int64_t n = 0; n < heads; ++n) {
-        const int64_t at = (t * heads + n) * head_dim, row = slot * heads + n;
-        if (from_bf16) quantize(cache, row, head_dim, [&](int64_t h) { return bf16_to_float(narrow[at + h]); });
-        else quantize(cache, row, head_dim, [&](int64_t h) { return wide[at + h]; });
-      }
-    } else if (from_bf16 == to_bf16) {
-      std::memcpy(to, static_cast<const char*>(rows.untyped_data()) + t * bytes, bytes);
-    } else if (to_bf16) {
-      std::transform(wide + t * size, wide + (t + 1) * size, static_cast<uint16_t*>(to), float_to_bf16);
-    } else {
-      std::transform(narrow + t * size, narrow + (t + 1) * size, static_cast<float*>(to), bf16_to_float);
-    }
+  char* const data = static_cast<char*>(cache.data.untyped_data());
+  const auto slot_of = [&](int64_t t) -> int64_t {
+    const int32_t slot = slots.typed_data()[t];
+    return slot < 0 || slot >= pool.slots ? -1 : pool.first_slot + slot;
+  };
+  // Slots lie anywhere in memory, so all lines are asked for before the first is written.
+  const int64_t slot_bytes = cache.store == Store::kPlain ? bytes : heads * pool.width;
+  for (int64_t t = 0; t < std::min<int64_t>(tokens, kAskedFor); ++t) {
+    for (int64_t at = 0; at < slot_bytes && slot_of(t) >= 0; at += 64) __builtin_prefetch(data + slot_of(t) * slot_bytes + at, 1, 2);
   }
+  auto write_tokens = [&](int64_t first, int64_t last, int) {
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t slot = slot_of(t);
+      if (slot < 0) continue;
+      void* const to = data + slot * bytes;
+      if (cache.store != Store::kPlain) {
+        for (int64_t n = 0; n < heads; ++n) {
+          const int64_t at = (t * heads + n) * head_dim, row = slot * heads + n;
+          if (from_bf16) quantize(cache, row, head_dim, [&](int64_t h) { return bf16_to_float(narrow[at + h]); });
+          else quantize(cache, row, head_dim, [&](int64_t h) { return wide[at + h]; });
+        }
+      } else if (from_bf16 == to_bf16) {
+        std::memcpy(to, static_cast<const char*>(rows.untyped_data()) + t * bytes, bytes);
+      } else if (to_bf16) {
+        std::transform(wide + t * size, wide + (t + 1) * size, static_cast<uint16_t*>(to), [](float x) { return float_to_bf16(x); });
+      } else {
+        std::transform(narrow + t * size, narrow + (t + 1) * size, static_cast<float*>(to), bf16_to_float);
+      }
+    }
+  };
+  if (tokens < kShared) write_tokens(0, tokens, 0);
+  else Team::get().ranges(tokens, kShared / 2, write_tokens);
   return ffi::Error::Success();
 }
 

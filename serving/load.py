@@ -102,7 +102,7 @@ def load_runner(artifact: Artifact, report: Callable[[str], None]) -> Runner:
     programs = sorted(manifest.programs, key=_when_wanted)
     loading = executables.load_in_background(artifact, [program.name for program in programs], target, report)
     params, caches = weights_io.load_weights(artifact), empty_caches(manifest)
-    if target.platform == "cpu" and not __import__("os").environ.get("SMALL"):
+    if target.platform == "cpu":
         for array in jax.tree.leaves((params, caches)):
             use_large_pages(array.unsafe_buffer_pointer(), array.nbytes)
     limits = compiled_limits(manifest)

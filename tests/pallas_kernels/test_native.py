@@ -55,7 +55,7 @@ def test_a_row_has_the_same_bytes_alone_and_among_others(format, activation, dty
 @pytest.mark.parametrize("form", ["bfloat16", "float32", *KV_FORMATS])
 @pytest.mark.parametrize(("head_dim", "window"), [(64, None), (24, 77)])
 def test_a_token_has_the_same_bytes_in_every_company(dtype, form, head_dim, window):
-    """Alone, where its blocks are shared out; in chunks and verified rows, which are tiles; and among other sequences."""
+    """Alone, where its blocks are shared out; in chunks and verified rows, which are tiles; and among others."""
     rng, length = np.random.default_rng(2), 300
     format = KV_FORMATS.get(form)
     keys, values = (

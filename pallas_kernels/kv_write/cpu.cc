@@ -73,6 +73,20 @@ void quantize(const Cache& cache, int64_t row, int64_t size, Load x) {
 // Tokens whose slots are asked for at once, and from how many on the threads share them. Two tokens never have the same slot.
 constexpr int64_t kAskedFor = 64, kShared = 8;
 
+// Slots lie anywhere in memory, so their lines are asked for before the first is written. Inlined, for GCC takes a function that
+// only prefetches for one that does nothing.
+__attribute__((always_inline)) inline void ask_for(const Cache& cache, const ffi::Buffer<ffi::S32>& slots) {
+  const Pool& pool = cache.pool;
+  const int64_t tokens = std::min<int64_t>(slots.element_count(), kAskedFor);
+  const int64_t bytes = pool.heads * pool.width * ffi::ByteWidth(cache.data.element_type());
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int32_t slot = slots.typed_data()[t];
+    if (!pool.fits || slot < 0 || slot >= pool.slots) continue;
+    const char* const to = static_cast<const char*>(cache.data.untyped_data()) + (pool.first_slot + slot) * bytes;
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(to + at, 1, 2);
+  }
+}
+
 // rows [T, K, H] into `cache` at `slots` of its layer, rounded to what it is kept in.
 ffi::Error write(const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& slots, const Cache& cache) {
   const Pool& pool = cache.pool;
@@ -91,11 +105,6 @@ ffi::Error write(const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& slots,
     const int32_t slot = slots.typed_data()[t];
     return slot < 0 || slot >= pool.slots ? -1 : pool.first_slot + slot;
   };
-  // Slots lie anywhere in memory, so all lines are asked for before the first is written.
-  const int64_t slot_bytes = cache.store == Store::kPlain ? bytes : heads * pool.width;
-  for (int64_t t = 0; t < std::min<int64_t>(tokens, kAskedFor); ++t) {
-    for (int64_t at = 0; at < slot_bytes && slot_of(t) >= 0; at += 64) __builtin_prefetch(data + slot_of(t) * slot_bytes + at, 1, 2);
-  }
   auto write_tokens = [&](int64_t first, int64_t last, int) {
     for (int64_t t = first; t < last; ++t) {
       const int64_t slot = slot_of(t);
@@ -128,6 +137,10 @@ ffi::Error kv_write(ffi::RemainingArgs arrays, ffi::RemainingRets results, std::
   if (arrays.size() != 2 * each + 3 || results.size() != 2 * each) return invalid("kv_write: an operand is missing");
   const auto slots = arrays.get<ffi::Buffer<ffi::S32>>(2 * each + 2);
   if (!slots) return invalid("kv_write: slots are no int32");
+  for (std::size_t half = 0; half < 2; ++half) {
+    const ffi::AnyBuffer data = *arrays.get<ffi::AnyBuffer>(half * each);
+    ask_for({store, data, Pool(data, layer), nullptr, nullptr}, *slots);
+  }
   for (std::size_t half = 0; half < 2; ++half) {
     const std::size_t at = half * each;
     const ffi::AnyBuffer data = *arrays.get<ffi::AnyBuffer>(at);

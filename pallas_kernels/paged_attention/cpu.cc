@@ -1,4 +1,5 @@
-// paged_attention on CPUs: softmax attention over the paged cache with an online softmax, one token's heads at a time.
+// paged_attention on CPUs: softmax attention over the paged cache. Neighbouring tokens of a sequence are a tile, for which keys and
+// values are read once; kernel.inc says why the tile of a token changes none of its numbers.
 #include <algorithm>
 #include <cmath>
 #include <string_view>
@@ -48,7 +49,9 @@ void attend_items(const Plan& plan) {
   Team& team = Team::get();
   const int64_t items = plan.items(), floats = JAXSERVE_DISPATCH(attend_floats, plan.call, plan.most_tokens, plan.together);
   const int64_t grain = std::max<int64_t>(plan.most_tokens > 1 ? 1 : items / (4 * team.size()), 1);
-  std::vector<Ahead> ahead(team.size(), Ahead(plan));
+  thread_local std::vector<Ahead> kept;  // so that a call allocates nothing
+  std::vector<Ahead>& ahead = kept;
+  ahead.assign(team.size(), Ahead(plan));
   team.ranges(items, grain, [&](int64_t first, int64_t last, int thread) {
     float* const memory = static_cast<float*>(Team::scratch(floats * sizeof(float), 1));
     const int64_t own = items * (thread + 1) / team.size();
@@ -120,7 +123,7 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
 
   const int32_t* const start = starts.typed_data();
   // Nothing outside the operands is read, whatever tables and starts say.
-  if (start[0] < 0 || start[seqs] > shape[0]) return invalid("paged_attention: query_starts names a token outside the step");
+  if (start[0] != 0 || start[seqs] > shape[0]) return invalid("paged_attention: query_starts names a token outside the step");
   for (int64_t s = 0; s < seqs; ++s) {
     if (start[s + 1] < start[s]) return invalid("paged_attention: query_starts descends");
     if (start[s + 1] == start[s]) continue;
@@ -138,7 +141,8 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
   const bool wide = q.element_type() == ffi::F32;
   const bool pairs = keys.store == Store::kBF16 && shape[2] % 32 == 0, narrow_dots = pairs && !wide && isa() == Isa::kAvx512;
   const Call call{q.untyped_data(), o->untyped_data(), wide, pairs, narrow_dots, shape[1] / pool.heads, keys, values, scale, softcap, window};
-  std::vector<Tile> tiles;
+  thread_local std::vector<Tile> tiles;  // kept, so that a call allocates nothing
+  tiles.clear();
   const int64_t tokens = shape[0], most = tokens >= 8 * kManyTokens ? kManyTokens : kFewTokens;
   for (int64_t s = 0; s < seqs; ++s) {
     for (int64_t t = start[s]; t < start[s + 1]; t += most) {

@@ -70,8 +70,9 @@ void quantize(const Cache& cache, int64_t row, int64_t size, Load x) {
   }
 }
 
-// Tokens whose slots are asked for at once, and from how many on the threads share them. Two tokens never have the same slot.
-constexpr int64_t kAskedFor = 64, kShared = 8;
+// Tokens whose slots are asked for at once, and from how many on the threads share them: handing over a few takes longer than
+// writing them. Two tokens never have the same slot.
+constexpr int64_t kAskedFor = 64, kShared = 64;
 
 // Slots lie anywhere in memory, so their lines are asked for before the first is written. Inlined, for GCC takes a function that
 // only prefetches for one that does nothing.
@@ -126,7 +127,7 @@ ffi::Error write(const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& slots,
     }
   };
   if (tokens < kShared) write_tokens(0, tokens, 0);
-  else Team::get().ranges(tokens, kShared / 2, write_tokens);
+  else Team::get().ranges(tokens, 8, write_tokens);
   return ffi::Error::Success();
 }
 

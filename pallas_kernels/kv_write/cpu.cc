@@ -131,7 +131,7 @@ ffi::Error write(const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& slots,
   return ffi::Error::Success();
 }
 
-ffi::Error kv_write(ffi::RemainingArgs arrays, ffi::RemainingRets results, std::string_view format, int64_t layer) {
+ffi::Error kv_write(ffi::BufferR0<ffi::S32> layer, ffi::RemainingArgs arrays, ffi::RemainingRets results, std::string_view format) {
   const Timed timed([] { return std::string("kv_write"); });
   const Store store = format == "int8" ? Store::kInt8 : format == "int4" ? Store::kInt4 : format == "fp8" ? Store::kFp8 : Store::kPlain;
   const std::size_t each = store == Store::kPlain ? 1 : store == Store::kFp8 ? 2 : 3;
@@ -140,12 +140,12 @@ ffi::Error kv_write(ffi::RemainingArgs arrays, ffi::RemainingRets results, std::
   if (!slots) return invalid("kv_write: slots are no int32");
   for (std::size_t half = 0; half < 2; ++half) {
     const ffi::AnyBuffer data = *arrays.get<ffi::AnyBuffer>(half * each);
-    ask_for({store, data, Pool(data, layer), nullptr, nullptr}, *slots);
+    ask_for({store, data, Pool(data, *layer.typed_data()), nullptr, nullptr}, *slots);
   }
   for (std::size_t half = 0; half < 2; ++half) {
     const std::size_t at = half * each;
     const ffi::AnyBuffer data = *arrays.get<ffi::AnyBuffer>(at);
-    Cache cache{store, data, Pool(data, layer), nullptr, nullptr};
+    Cache cache{store, data, Pool(data, *layer.typed_data()), nullptr, nullptr};
     for (std::size_t i = 0; i < each; ++i) {
       const ffi::AnyBuffer array = *arrays.get<ffi::AnyBuffer>(at + i);
       if (array.untyped_data() != (*results.get<ffi::AnyBuffer>(at + i))->untyped_data()) {
@@ -168,7 +168,7 @@ ffi::Error kv_write(ffi::RemainingArgs arrays, ffi::RemainingRets results, std::
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_kv_write, jaxserve::kv_write,
                               jaxserve::ffi::Ffi::Bind()
+                                  .Arg<jaxserve::ffi::BufferR0<jaxserve::ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attr<std::string_view>("format")
-                                  .Attr<int64_t>("layer"));
+                                  .Attr<std::string_view>("format"));

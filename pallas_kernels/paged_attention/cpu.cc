@@ -100,13 +100,14 @@ void attend_tiles(const Call& call, const std::vector<Tile>& tiles) {
   else attend_items(plan);
 }
 
-ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> o, float scale,
-                           int64_t window, float softcap, std::string_view format, int64_t layer) {
+ffi::Error paged_attention(ffi::BufferR0<ffi::S32> layer_index, ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> o, float scale,
+                           int64_t window, float softcap, std::string_view format) {
   const Timed timed([] { return std::string("paged_attention"); });
   const Store store = format == "int8" ? Store::kInt8 : format == "int4" ? Store::kInt4 : format == "fp8" ? Store::kFp8 : Store::kF32;
   const std::size_t each = store == Store::kF32 ? 1 : store == Store::kFp8 ? 2 : 3;
   if (rest.size() != 2 * each + 3 || q.dimensions().size() != 3) return invalid("paged_attention: an operand is missing");
   const auto shape = q.dimensions();
+  const int64_t layer = *layer_index.typed_data();
   const Cache keys = cache_of(rest, 0, each, store, shape[2], layer), values = cache_of(rest, each, each, store, shape[2], layer);
   const auto found_tables = rest.get<ffi::Buffer<ffi::S32>>(2 * each), found_starts = rest.get<ffi::Buffer<ffi::S32>>(2 * each + 1);
   const auto found_lengths = rest.get<ffi::Buffer<ffi::S32>>(2 * each + 2);
@@ -161,11 +162,11 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::RemainingArgs rest, ffi::Resul
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::paged_attention,
                               jaxserve::ffi::Ffi::Bind()
+                                  .Arg<jaxserve::ffi::BufferR0<jaxserve::ffi::S32>>()
                                   .Arg<jaxserve::ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<jaxserve::ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("softcap")
-                                  .Attr<std::string_view>("format")
-                                  .Attr<int64_t>("layer"));
+                                  .Attr<std::string_view>("format"));

@@ -23,4 +23,4 @@ def _register(op: Op, function: str, name: str) -> None:
 _register(DENSE_MATMUL, "kernel", "mosaic")
 _register(QUANTIZED_MATMUL, "narrow_kernel", "mosaic-narrow")
 _register(QUANTIZED_MATMUL, "kernel", "mosaic")
-_register(PAGED_ATTENTION, "kernel", "mosaic-decode")
+_register(PAGED_ATTENTION, "kernel", "mosaic")

@@ -45,13 +45,17 @@ class Part:
     shift: int
     divisor: int = 1
 
-    def codes(self, stored: jax.Array) -> jax.Array:
-        """bf16 numbers (q - shift) * divisor of int8 bytes [rows, k]."""
+    def whole(self, stored: jax.Array) -> jax.Array:
+        """int8 numbers (q - shift) * divisor of int8 bytes [rows, k]."""
         if self.mask != -1:
             stored = stored & jnp.int8(self.mask)
         if self.flip:
             stored = stored ^ jnp.int8(self.flip)
-        return stored.astype(jnp.bfloat16)
+        return stored
+
+    def codes(self, stored: jax.Array) -> jax.Array:
+        """The same in bf16."""
+        return self.whole(stored).astype(jnp.bfloat16)
 
 
 BYTE = Part(-1, -128, 128)
@@ -154,9 +158,9 @@ def swizzled(width: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.Swizz
     return tiling((8, bytes_wide // jnp.dtype(dtype).itemsize)), swizzle(bytes_wide)
 
 
-def along(ref: Any, tile: tuple[int, int], axis: int) -> jax.Array:
-    """A vector along the rows (axis 0) or columns (axis 1) of an accumulator, in float32, repeated along the other."""
-    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False).astype(jnp.float32)
+def along(ref: Any, tile: tuple[int, int], axis: int, dtype: Any = jnp.float32) -> jax.Array:
+    """A vector along the rows (axis 0) or columns (axis 1) of an accumulator, repeated along the other."""
+    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False).astype(dtype)
     return lax.broadcast_in_dim(vector, tile, [axis])
 
 

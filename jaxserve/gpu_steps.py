@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {
         "vocab_size": 256,
         "hidden_size": 256,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 256,

@@ -89,7 +89,7 @@ def test_who_computes_what_is_said_with_the_reasons():
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_the_steps_that_are_compiled_run(recipe):
     """A whole step of a tiny model by its shapes, with random weights: it gives every sequence a token."""
-    step = make_step("tiny", recipe, 8, 2, 64, cpu_target())
+    step = make_step("tiny", recipe, 8, 2, 64, cpu_target(), layers=1)
     params, caches, _, packed = step.specs
     weights, state = dict(random_arrays(params)), init_state(step.limits)
     inputs = step.inputs(64)

@@ -47,6 +47,7 @@ sanitize: $(INSTALLED_TEST)
 # Of CUDA only what compiles: XLA's plugin and ptxas.
 gpu-compile-test: $(GPU_ENV)/.installed-$(VERSION)
 	$(GPU_ENV)/bin/python -m jaxserve.gpu_report
+	$(GPU_ENV)/bin/python -m jaxserve.gpu_report --steps --layers 2
 
 $(GPU_ENV)/.installed-$(VERSION):
 	tools/make_env.sh $(GPU_ENV) .

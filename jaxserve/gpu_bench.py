@@ -1,20 +1,26 @@
-"""What a GPU makes of every kernel: agreement with the reference, then time against the ceilings measured beside it.
+"""What a GPU makes of every kernel: agreement with the reference, then time against the ceilings measured beside it;
+after them steps of whole models with random weights, and PyTorch's kernels where it is installed.
 
-Rows are written as they are made, and those that a file already holds are left out: a run that was cut off goes on
-where it was. End to end, `jaxserve bench ARTIFACT` measures an artifact that was compiled for the card.
+Rows are written as they are made, and those that a file already holds are left out: a run that was cut off, or whose
+minutes were over, goes on where it was. `jaxserve bench ARTIFACT` measures an artifact that was compiled for the card.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.gpu_end_to_end import measure_model, torch_peers
+from jaxserve.gpu_steps import MODELS, RECIPES
 from jaxserve.pallas_kernels import OPS, Op
 from jaxserve.pallas_kernels._bench import measure_ceilings, median_seconds, operand_sets
 from jaxserve.pallas_kernels._shapes import Case
@@ -23,6 +29,8 @@ from jaxserve.pallas_kernels.dense_matmul import shapes as dense_shapes
 from jaxserve.pallas_kernels.paged_attention import shapes as attention_shapes
 from jaxserve.pallas_kernels.quantized_matmul import shapes as quantized_shapes
 from jaxserve.targets import GPUS, H100_SXM, Target, cpu_target
+
+Job = Callable[[], dict[str, Any]]
 
 CALLS = 20
 """Calls that are sent off one after the other for one measurement, so that the cost of sending is not what is timed."""
@@ -61,14 +69,61 @@ def measure(op: Op, case: Case, target: Target, ceilings: tuple[float, float], r
     }
 
 
+def jobs(options: argparse.Namespace, target: Target, ceilings: tuple[float, float]) -> Iterator[tuple[str, Job]]:
+    """What is to be measured, by name, in its order: what matters most comes first."""
+    cases = []
+    for name, shapes in SHAPES.items():
+        packed = {"packed": False} if shapes is quantized_shapes and target.platform == "cuda" else {}
+        cases += [(name, case) for case in shapes.cases("bfloat16", **packed)]
+    large, small = ([each for each in cases if ("llama" in each[1].name) == wide] for wide in (True, False))
+    for name, case in large:
+        yield f"{name} {case.name}", partial(measure, OPS[f"jaxserve.{name}"], case, target, ceilings, options.repeats)
+    for batch, recipe in itertools.product(options.batches, RECIPES):
+        yield (
+            f"step {options.model} {recipe} decode b={batch}",
+            partial(measure_model, options.model, recipe, batch, batch, options.context, target, options.repeats),
+        )
+    for recipe in RECIPES:
+        tokens = min(512, options.context)
+        yield (
+            f"step {options.model} {recipe} prefill {tokens}",
+            partial(measure_model, options.model, recipe, tokens, 1, options.context, target, options.repeats),
+        )
+    for name, case in small:
+        yield f"{name} {case.name}", partial(measure, OPS[f"jaxserve.{name}"], case, target, ceilings, options.repeats)
+
+
+def show(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """The rows as a table in Markdown."""
+    print("| what | kernel | microseconds | of the ceiling | error | launches |\n|" + " --- |" * 6)
+    for key, row in rows.items():
+        if key == "device":
+            continue
+        time, share = row.get("microseconds"), row.get("of_ceiling", row.get("of_roofline"))
+        launches = ", ".join(f"{name} {number}" for name, number in row.get("launches", {}).items())
+        cells = (
+            key,
+            row.get("kernel", ""),
+            "" if time is None else f"{time:.1f}",
+            "" if share is None else f"{share:.0%}",
+            "" if "error" not in row else f"{row['error']:.1e}",
+            launches,
+        )
+        print("| " + " | ".join(cells) + " |")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m jaxserve.gpu_bench`: 1 if a kernel disagrees with its reference."""
     parser = argparse.ArgumentParser(prog="python -m jaxserve.gpu_bench", description=__doc__)
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("gpu_bench.json"), help="file of the rows")
-    parser.add_argument("--match", default="", help="only shapes whose op and name hold this text")
+    parser.add_argument("--match", default="", help="only what holds this text in its name")
     parser.add_argument("--repeats", type=int, default=20, help="measurements of which the median counts (default 20)")
+    parser.add_argument("--minutes", type=float, default=7.0, help="start nothing after so many (default 7)")
+    parser.add_argument("--model", default="llama-3-8b", choices=tuple(MODELS), help="whose steps are timed")
+    parser.add_argument("--batches", type=_numbers, default=(1, 16, 64, 256), help="sequences that decode at once")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a sequence (default 1024)")
     options = parser.parse_args(arguments)
-    device = jax.devices()[0]
+    device, start = jax.devices()[0], time.monotonic()
     target, rows = target_of(device), json.loads(options.json.read_text()) if options.json.exists() else {}
     ceilings = measure_ceilings(jnp.bfloat16, options.repeats)
     rows["device"] = {
@@ -77,17 +132,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bytes_per_second": ceilings[0],
         "bf16_operations_per_second": ceilings[1],
     }
-    for name, shapes in SHAPES.items():
-        packed = {"packed": False} if shapes is quantized_shapes and target.platform == "cuda" else {}
-        for case in shapes.cases("bfloat16", **packed):
-            key = f"{name} {case.name}"
-            if options.match in key and key not in rows:
-                rows[key] = measure(OPS[f"jaxserve.{name}"], case, target, ceilings, options.repeats)
-                options.json.write_text(json.dumps(rows, indent=1))
-                print(key, json.dumps(rows[key]), flush=True)
+
+    def keep(key: str, row: dict[str, Any]) -> None:
+        rows[key] = row
+        options.json.write_text(json.dumps(rows, indent=1))
+        print(key, json.dumps(row), flush=True)
+
+    for key, row in torch_peers(options.repeats).items():
+        if options.match in key and key not in rows:
+            keep(key, row)
+    left = [(key, job) for key, job in jobs(options, target, ceilings) if options.match in key and key not in rows]
+    while left and time.monotonic() - start < options.minutes * 60:
+        key, job = left.pop(0)
+        keep(key, job())
+    show(rows)
+    if left:
+        print(f"{len(left)} rows are left; the same command measures them", file=sys.stderr)
     wrong = [key for key, row in rows.items() if not row.get("agrees", True)]
     print("\n".join(f"disagrees with its reference: {key}" for key in wrong), file=sys.stderr)
     return 1 if wrong else 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 if __name__ == "__main__":

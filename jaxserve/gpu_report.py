@@ -1,9 +1,12 @@
-"""Compiles every Pallas kernel over its shapes for a GPU that need not be there, and reports what ptxas says.
+"""Compiles every Pallas kernel over its shapes, or whole steps of models, for a GPU that need not be there, and reports
+what ptxas says.
 
-Fails where a register is spilled, or shared memory is more than a block may ask for. Speed is not measured.
+Fails where a register is spilled, shared memory is more than a block may ask for, or a step copies its cache or needs
+many temporaries. Speed is not measured.
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -67,11 +70,47 @@ def compile_cases(target: Gpu, match: str, folder: pathlib.Path) -> Iterator[dic
             yield row | report(folder) | {"temporaries": compiled.memory_analysis().temp_size_in_bytes}
 
 
+STEPS = {"decode": (16, 16), "prefill": (512, 1)}
+"""Tokens and sequences of the steps that are compiled."""
+
+STEP_CONTEXT = 2048
+MOST_TEMPORARIES = 1 << 30
+"""Bytes: what a step of those sizes may need beside its arguments; a dequantized layer would show."""
+
+
+def compile_steps(target: Gpu, match: str, layers: int, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """A row for each step of each model and recipe; with `layers`, of the models' first ones."""
+    from jaxserve.absent import AbsentGpu
+    from jaxserve.gpu_steps import MODELS, RECIPES, make_step
+    from jaxserve.programs import chosen_kernels
+
+    gpu = AbsentGpu(target)
+    for model, recipe, (kind, (tokens, seqs)) in itertools.product(MODELS, RECIPES, STEPS.items()):
+        name = f"{model} {recipe} {kind} {tokens}x{seqs}"
+        if match not in name or model == "tiny":
+            continue
+        step = make_step(model, recipe, tokens, seqs, STEP_CONTEXT, target, layers)
+        compiled = gpu.compile(step.function, *step.specs, donate=(1, 2))
+        memory = compiled.memory_analysis()
+        yield (
+            {"op": "step", "shape": name, "kernel": f"{layers or 'all'} layers"}
+            | report(folder)
+            | {
+                "temporaries": memory.temp_size_in_bytes,
+                "cache": step.cache_bytes,
+                "aliased": memory.alias_size_in_bytes,
+                "chosen": chosen_kernels(step.graph, target),
+            }
+        )
+
+
 def failures(rows: Sequence[dict[str, Any]], limit: int) -> list[str]:
-    """What no kernel may do: spill, take more shared memory than a block may, or leave no report."""
+    """What no kernel may do: spill, take more shared memory than a block may, or leave no report; and what no step may:
+    return a copy of its cache, or need many temporaries."""
     found = []
     for row in rows:
-        if "refused" not in row and (row["spills"] or row["shared_memory"] > limit or not row["kernels"]):
+        bad = "refused" not in row and (row["spills"] or row["shared_memory"] > limit or not row["kernels"])
+        if bad or row.get("aliased", 0) < row.get("cache", 0) or row.get("temporaries", 0) > MOST_TEMPORARIES:
             found.append(f"{row['op']} {row['shape']}: {row}")
     return found
 
@@ -89,19 +128,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default="h100-sxm", choices=tuple(GPUS))
     parser.add_argument("--match", default="", help="only shapes whose op and name hold this text")
     parser.add_argument("--json", type=pathlib.Path, help="file to write everything to")
+    parser.add_argument("--steps", action="store_true", help="compile whole steps of models, not kernels over shapes")
+    parser.add_argument("--layers", type=int, default=0, help="with --steps: only so many layers (default: all)")
     options = parser.parse_args(arguments)
+    target = GPUS[options.target]
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
         # Mosaic reads these variables when it is loaded, which compiling does.
         os.environ.update(_DUMP | {"MOSAIC_GPU_DUMP_TO": folder})
         try:
-            rows = list(compile_cases(GPUS[options.target], options.match, pathlib.Path(folder)))
+            made = (
+                compile_steps(target, options.match, options.layers, pathlib.Path(folder))
+                if options.steps
+                else compile_cases(target, options.match, pathlib.Path(folder))
+            )
+            rows = []
+            for row in made:
+                rows.append(row)
+                print(json.dumps(row), file=sys.stderr, flush=True)
         except UserError as error:
             print(error, file=sys.stderr)
             return 2
     show(rows)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
-    wrong = failures(rows, GPUS[options.target].shared_memory_bytes)
+    wrong = failures(rows, target.shared_memory_bytes)
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 

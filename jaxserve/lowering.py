@@ -13,6 +13,7 @@ from jaxserve.models.family import apply_params, param_specs
 from jaxserve.models.registry import make_module
 from jaxserve.pallas_kernels import QuantFormat
 from jaxserve.passes.graph import Graph, Input, Stored
+from jaxserve.passes.loops import call_with_loops
 from jaxserve.passes.trace import trace_graph
 
 Arrays = Mapping[str, Array]
@@ -57,14 +58,18 @@ def trace_model(
     return trace_graph(model, (*params, *arguments))
 
 
-def graph_forward(graph: Graph) -> Callable[[Arrays, Arrays, Arrays], tuple[dict[str, Array], Float[Array, "R V"]]]:
-    """forward(params, caches, args) -> (caches, logits), each a dict by name: what a step function is built on.
+def graph_forward(
+    graph: Graph, *, loops: bool = False
+) -> Callable[[Arrays, Arrays, Arrays], tuple[dict[str, Array], Float[Array, "R V"]]]:
+    """forward(params, caches, args) -> (caches, logits), each a dict by name: what a step function is built on. With
+    `loops`, layers that compute alike run in a loop.
 
     Raises KeyError at trace time when the graph reads an argument that the step does not offer.
     """
 
     def forward(params: Arrays, caches: Arrays, args: Arrays) -> tuple[dict[str, Array], Float[Array, "R V"]]:
-        results = graph.call({**params, **caches, **args})
+        values = {**params, **caches, **args}
+        results = call_with_loops(graph, values) if loops else graph.call(values)
         updated = {output.replaces: results[output.name] for output in graph.outputs if output.replaces}
         return {str(name): value for name, value in updated.items()}, results["logits"]
 

@@ -15,6 +15,7 @@ from jaxserve.passes.insert_paged_kv import InsertPagedKv
 from jaxserve.passes.narrow_matmul import NarrowMatmul
 from jaxserve.passes.pipeline import Context, KvGeometry, Pass, select
 from jaxserve.passes.recipes import find_recipe, parse_spec
+from jaxserve.passes.roll_layers import RollLayers
 from jaxserve.serving.request import Limits
 from jaxserve.serving.step import Bucket
 from jaxserve.sizing import pool_tokens, small_graph
@@ -77,7 +78,13 @@ class Plan:
         return trace_model(self.checkpoint.config, tokens, rows, stored_forms(self.checkpoint))
 
     def context(self, bucket: Bucket) -> Context:
-        return Context(KvGeometry(self.limits.num_pages, self.limits.pages_per_seq, bucket.seqs))
+        geometry = KvGeometry(self.limits.num_pages, self.limits.pages_per_seq, bucket.seqs)
+        return Context(geometry, loops=self.target.platform == "cpu")
+
+    @property
+    def loops(self) -> bool:
+        """Whether layers that compute alike run in a loop."""
+        return self.target.platform == "cpu" and any(isinstance(step, RollLayers) for step in self.passes)
 
 
 def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Plan:

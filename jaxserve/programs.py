@@ -92,7 +92,7 @@ def _bucket_program(plan: Plan, bucket: Bucket) -> Program:
 
 def export_bucket(plan: Plan, bucket: Bucket, graph: Graph) -> bytes:
     """StableHLO of the step around a rewritten graph."""
-    step = steps.step_function(graph_forward(graph), bucket, plan.limits)
+    step = steps.step_function(graph_forward(graph, loops=plan.loops), bucket, plan.limits)
     specs = (
         specs_of(graph, "param"),
         specs_of(graph, "cache"),

@@ -16,11 +16,12 @@ def _late(module: str, name: str) -> Kernel:
     return kernel
 
 
-def _register(op: Op, function: str, name: str) -> None:
-    op.register("cuda", _late(f"{op.name}.mosaic_gpu", function), name=name)
+def _register(op: Op, function: str, name: str, module: str = "mosaic_gpu") -> None:
+    op.register("cuda", _late(f"{op.name}.{module}", function), name=name)
 
 
 _register(DENSE_MATMUL, "kernel", "mosaic")
+_register(QUANTIZED_MATMUL, "kernel", "mosaic-w4a8", "mosaic_w4a8")
 _register(QUANTIZED_MATMUL, "narrow_kernel", "mosaic-narrow")
 _register(QUANTIZED_MATMUL, "kernel", "mosaic")
-_register(PAGED_ATTENTION, "kernel", "mosaic-decode")
+_register(PAGED_ATTENTION, "kernel", "mosaic")

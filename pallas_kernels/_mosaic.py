@@ -6,6 +6,7 @@ Names of axes in a kernel's grid: `rows` are tiles of outputs, `cols` tiles of t
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,38 @@ BLOCKS = 256
 """Splits are made until so many blocks read weights: about twice the cores of the largest card."""
 
 STEPS_PER_SPLIT = 4
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One nibble of every byte, or the byte itself: which bits, which of them are flipped, by how much the code that
+    results is too small, and what it must be divided by."""
+
+    mask: int
+    flip: int
+    shift: int
+    divisor: int = 1
+
+    def whole(self, stored: jax.Array) -> jax.Array:
+        """int8 numbers (q - shift) * divisor of int8 bytes [rows, k]."""
+        if self.mask != -1:
+            stored = stored & jnp.int8(self.mask)
+        if self.flip:
+            stored = stored ^ jnp.int8(self.flip)
+        return stored
+
+    def codes(self, stored: jax.Array) -> jax.Array:
+        """The same in bf16."""
+        return self.whole(stored).astype(jnp.bfloat16)
+
+
+BYTE = Part(-1, -128, 128)
+"""An unsigned code."""
+
+NIBBLES = Part(0x0F, 0, 0), Part(-16, -128, 8, 16)
+"""Two unsigned codes, the low nibble's and the high one's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +152,15 @@ def join(found: jax.Array) -> jax.Array:
 
 def swizzled(width: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """How a tile whose rows are read `width` elements at a time lies in shared memory for wgmma."""
-    bytes_wide = min(128, width * jnp.dtype(dtype).itemsize)
+    bytes_wide = math.gcd(128, width * jnp.dtype(dtype).itemsize)
     tiling: Any = plgpu.TilingTransform  # not abstract, whatever their stubs say
     swizzle: Any = plgpu.SwizzleTransform
     return tiling((8, bytes_wide // jnp.dtype(dtype).itemsize)), swizzle(bytes_wide)
 
 
-def along(ref: Any, tile: tuple[int, int], axis: int) -> jax.Array:
-    """A vector along the rows (axis 0) or columns (axis 1) of an accumulator, in float32, repeated along the other."""
-    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False).astype(jnp.float32)
+def along(ref: Any, tile: tuple[int, int], axis: int, dtype: Any = jnp.float32) -> jax.Array:
+    """A vector along the rows (axis 0) or columns (axis 1) of an accumulator, repeated along the other."""
+    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False).astype(dtype)
     return lax.broadcast_in_dim(vector, tile, [axis])
 
 

@@ -20,6 +20,10 @@ Operand = jax.Array | np.ndarray
 
 PLATFORMS = ("cpu", "cuda")
 
+TRACED = "traced"
+"""The parameter `layer` of a call in a loop over layers: which layer it is stands in one more operand, the last, an
+int32 [] that is known only when the program runs."""
+
 OPS: dict[str, "Op"] = {}
 """Every op of the dialect by the name of its primitive, for the verifier and the printer."""
 
@@ -71,6 +75,7 @@ class Op:
         self.primitive = Primitive(f"jaxserve.{name}")
         self.primitive.multiple_results = multiple_results
         self._kernels: dict[str, dict[str, Kernel]] = {platform: {} for platform in PLATFORMS}
+        self._takes_traced: set[tuple[str, str]] = set()
         self._eager = jax.jit(self._bind, static_argnums=0)
         self.primitive.def_impl(self._impl)
         self.primitive.def_abstract_eval(self._abstract_eval)
@@ -93,13 +98,19 @@ class Op:
         OPS[self.primitive.name] = self
         return self
 
-    def register(self, platform: str, kernel: Kernel, *, name: str) -> None:
-        """Adds a kernel for a platform, asked before those already there; compiled programs keep what they have."""
+    def register(self, platform: str, kernel: Kernel, *, name: str, traced: bool = False) -> None:
+        """Adds a kernel for a platform, asked before those already there; compiled programs keep what they have.
+
+        With `traced` it takes calls whose layer is TRACED: it is asked without the layer's aval, and its function takes
+        the layer as the last array.
+        """
         if platform not in PLATFORMS:
             raise ValueError(f"unknown platform {platform!r}, expected one of {', '.join(PLATFORMS)}")
         if name in self._kernels[platform] or name == "reference":
             raise ValueError(f"{self.name} already has a kernel named {name!r} on {platform}")
         self._kernels[platform] = {name: kernel, **self._kernels[platform]}
+        if traced:
+            self._takes_traced.add((platform, name))
         mlir.register_lowering(self.primitive, self._lowering(platform), platform=platform)
 
     def unregister(self, platform: str, name: str) -> None:
@@ -112,9 +123,12 @@ class Op:
 
     def choose(self, platform: str | None, *avals: Any, **params: Any) -> Choice:
         """Who computes a call on a platform: the first kernel that does not refuse, else the reference."""
-        refusals = []
+        refusals, traced = [], params.get("layer") == TRACED
         for name, kernel in self._kernels.get(platform or "", {}).items():
-            answer = kernel(*avals, **params)
+            if traced and (platform, name) not in self._takes_traced:
+                refusals.append((name, "the layer must be known when it is compiled"))
+                continue
+            answer = kernel(*(avals[:-1] if traced else avals), **params)
             if not isinstance(answer, Refusal):
                 return Choice(name, answer, tuple(refusals))
             refusals.append((name, answer.reason))
@@ -122,6 +136,8 @@ class Op:
 
     def _reference(self, params: dict[str, Any]) -> Callable[..., Any]:
         def reference(*operands: Any) -> Any:
+            if params.get("layer") == TRACED:
+                return self.reference(*operands[:-1], **{**params, "layer": operands[-1]})
             return self.reference(*operands, **params)
 
         reference.__name__ = self.name
@@ -134,6 +150,8 @@ class Op:
         return self._eager(tuple(sorted(params.items())), *operands)
 
     def _abstract_eval(self, *avals: Any, **params: Any) -> Any:
+        if params.get("layer") == TRACED:
+            avals, params = avals[:-1], {**params, "layer": 0}
         results = self.shape_rule(*avals, **params)
         if self.multiple_results:
             return [ShapedArray(result.shape, result.dtype) for result in results]
@@ -155,7 +173,7 @@ class Op:
             merged = list(primals)
             for i, operand in zip(active, operands, strict=True):
                 merged[i] = operand
-            return self.reference(*merged, **params)
+            return self._reference(params)(*merged)
 
         results, dots = jax.jvp(of_active, [primals[i] for i in active], [tangents[i] for i in active])
         return (list(results), list(dots)) if self.multiple_results else (results, dots)

@@ -29,9 +29,11 @@ class KvGeometry:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a pass may know of where the graph will run."""
+    """What a pass may know of where the graph will run: the cache, and whether kernels there take a layer that is known
+    only at run time, so that layers may run in a loop."""
 
     kv: KvGeometry = KvGeometry(num_pages=8, pages_per_seq=4, seqs=2)
+    loops: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jaxserve.passes.narrow_matmul import NarrowMatmul
 from jaxserve.passes.pipeline import Pass, parse_pipeline
 from jaxserve.passes.prune import Prune
 from jaxserve.passes.quantize_matmul import QuantizeMatmul
+from jaxserve.passes.roll_layers import RollLayers
 from jaxserve.passes.smooth_attention import SmoothAttention
 from jaxserve.passes.stack_layers import StackLayers
 
@@ -20,7 +21,7 @@ PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
         *(Canonicalize, LowerDenseMatmul, Prune, FoldScales, SmoothAttention, FuseQkv, FuseGateUp, QuantizeMatmul),
-        *(NarrowMatmul, ChooseLayout, StackLayers, InsertPagedKv),
+        *(NarrowMatmul, ChooseLayout, StackLayers, InsertPagedKv, RollLayers),
     )
 }
 
@@ -47,9 +48,18 @@ class Recipe:
         """Whether the scheme takes the size of a group, and whether it is symmetric."""
         return (self.scheme or "").startswith(("w4a16", "w3a16"))
 
-    def spec(self, *, rules: str = "", group: str = "", page: int = 16, activations: str = "", kv: str = "") -> str:
+    def spec(
+        self,
+        *,
+        rules: str = "",
+        group: str = "",
+        page: int = 16,
+        activations: str = "",
+        kv: str = "",
+        loops: bool = True,
+    ) -> str:
         """The pipeline as text. `rules` go before the recipe's own rule; `group` is added to the scheme; `activations`
-        and `kv` are the recipe's unless given."""
+        and `kv` are the recipe's unless given. Without `loops` layers are not rolled."""
         activations = activations or self.activations
         scheme = f"{self.scheme}{group}" if self.scheme else ""
         all_rules = ";".join(filter(None, (rules, scheme and f"{self.selects}={scheme}")))
@@ -63,6 +73,8 @@ class Recipe:
             steps.append("choose-layout")
         steps.append("stack-layers")
         steps.append(f"insert-paged-kv{{page={page},kv={kv or self.kv or activations}}}")
+        if loops:
+            steps.append("roll-layers")
         return ",".join(steps)
 
 

@@ -12,6 +12,7 @@ from jaxserve import executables, weights_io
 from jaxserve.artifact import Artifact
 from jaxserve.errors import UserError
 from jaxserve.executables import Loading
+from jaxserve.heap import use_large_pages
 from jaxserve.manifest import Manifest, Program
 from jaxserve.serving.request import Limits
 from jaxserve.serving.runner import Runner
@@ -100,7 +101,10 @@ def load_runner(artifact: Artifact, report: Callable[[str], None]) -> Runner:
     check_machine(target, report)
     programs = sorted(manifest.programs, key=_when_wanted)
     loading = executables.load_in_background(artifact, [program.name for program in programs], target, report)
-    params = weights_io.load_weights(artifact)
+    params, caches = weights_io.load_weights(artifact), empty_caches(manifest)
+    if target.platform == "cpu":
+        for array in jax.tree.leaves((params, caches)):
+            use_large_pages(array.unsafe_buffer_pointer(), array.nbytes)
     limits = compiled_limits(manifest)
     steps = {
         Bucket("score" if program.kind == "score" else "step", program.tokens, program.seqs): loading[program.name]
@@ -114,7 +118,7 @@ def load_runner(artifact: Artifact, report: Callable[[str], None]) -> Runner:
         load_penalties=_when_loaded(loading["load-penalties"]),
         copy_pages=_when_loaded(loading["copy-pages"]),
         params=params,
-        caches=empty_caches(manifest),
+        caches=caches,
         state=init_state(limits),
         limits=limits,
         is_loaded=step_programs.is_loaded,

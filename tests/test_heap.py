@@ -61,3 +61,29 @@ def test_free_memory_is_given_back_when_asked():
     """Of 100 MB that were freed and kept."""
     said = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, check=True, text=True).stdout
     assert int(said) > 90e6
+
+
+LARGE = """
+import ctypes, mmap
+from jaxserve.heap import use_large_pages
+
+size = 16 << 20
+memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for at in range(0, size, 4096):
+    memory[at] = at // 4096 % 251
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+assert not use_large_pages(address, 4096)  # fills no such page
+moved = use_large_pages(address, size)
+assert all(memory[at] == at // 4096 % 251 for at in range(0, size, 4096))
+with open("/proc/self/smaps_rollup") as file:
+    large = next(int(line.split()[1]) for line in file if line.startswith("AnonHugePages"))
+print(moved, large)
+"""
+
+
+def test_memory_in_use_moves_into_large_pages_as_it_is():
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, check=True, text=True)
+    moved, large = done.stdout.split()
+    if moved == "False":
+        pytest.skip("the system gives no large pages")
+    assert int(large) >= 14 << 10

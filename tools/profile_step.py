@@ -1,17 +1,20 @@
-"""Where the time of a decode step goes: `python tools/profile_step.py ARTIFACT --concurrency 1,16`.
+"""Where the time of a step goes: `python tools/profile_step.py ARTIFACT --concurrency 1,16 --prefill 512`.
 
 Requests run at once in the engine of this process. From when all have their first token until one has its last, the
 native kernels time their calls; what a step takes beside them is XLA's own loops, its executor, and waiting for the
-host. Reading as many bytes as the weights have with the same threads and doing nothing else is the ceiling of a step
-of one sequence. Both are measured in turns, several times, and the median step is printed.
+host. With `--prefill` it is one request with a prompt of that length, from its arrival to its only token. Reading as
+many bytes as the weights have with the same threads and doing nothing else is the ceiling of a step of one sequence.
+Both are measured in turns, several times, and the median step is printed.
 """
 
 import argparse
 import asyncio
 import collections
+import functools
 import pathlib
 import statistics
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,10 +25,21 @@ from jaxserve.serving.request import GenerationRequest, SamplingParams
 from jaxserve.serving.session import Session
 
 
-async def decode(
-    engine: Engine, vocab: int, concurrency: int, prompt: int, output: int
-) -> tuple[float, int, list[Calls]]:
-    """Seconds, steps and calls of some requests while all of them decode."""
+class Run(NamedTuple):
+    """Some steps and what they computed."""
+
+    seconds: float
+    steps: int
+    tokens: int
+    calls: list[Calls]
+
+
+async def decode(engine: Engine, vocab: int, sizes: tuple[int, int, int]) -> Run:
+    """Some requests while all of them decode.
+
+    sizes: requests at once, tokens of their prompts and of their outputs.
+    """
+    concurrency, prompt, output = sizes
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
     started: collections.Counter[int] = collections.Counter()
@@ -47,14 +61,27 @@ async def decode(
         seconds, steps = time.perf_counter() - start, engine.phases["dispatch"].count - steps
         calls = profile.calls()
     await asyncio.gather(*tasks)
-    return seconds, steps, calls
+    return Run(seconds, steps, concurrency * steps, calls)
+
+
+async def prefill(engine: Engine, vocab: int, prompt: int) -> Run:
+    """One prompt, with its first token."""
+    ids = tuple(np.random.default_rng(0).integers(0, vocab, prompt).tolist())
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    with profiled() as profile:
+        start, steps = time.perf_counter(), engine.phases["dispatch"].count
+        async for _ in engine.submit(GenerationRequest("prefill", ids, params)):
+            pass
+        seconds, steps = time.perf_counter() - start, engine.phases["dispatch"].count - steps
+        return Run(seconds, steps, prompt, profile.calls())
 
 
 def main() -> None:
-    """Prints a table for each concurrency."""
+    """Prints a table for each concurrency and for each prompt."""
     parser = argparse.ArgumentParser(description="Where the time of a decode step goes.")
     parser.add_argument("artifact", type=pathlib.Path)
-    parser.add_argument("--concurrency", default="1,16", help="requests at once, comma separated")
+    parser.add_argument("--concurrency", default="1,16", help="decoding requests at once, comma separated")
+    parser.add_argument("--prefill", default="", help="lengths of prompts, comma separated")
     parser.add_argument("--prompt-len", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
@@ -63,23 +90,28 @@ def main() -> None:
     session = Session(options.artifact, LowerLimits(), print)
     session.runner.warmup()
     size = session.manifest.sizes.weight_bytes
-    for concurrency in map(int, options.concurrency.split(",")):
+    runs = []
+    for concurrency in map(int, filter(None, options.concurrency.split(","))):
+        sizes = concurrency, options.prompt_len, options.output_len
+        runs.append((f"{concurrency} at once", functools.partial(decode, sizes=sizes)))
+    for length in map(int, filter(None, options.prefill.split(","))):
+        runs.append((f"a prompt of {length}", functools.partial(prefill, prompt=length)))
+    for name, run in runs:
         rounds, speeds = [], []
         for _ in range(options.rounds):
             speeds.append(memory_speed(size))
             with session.running(prefix_caching=False) as engine:
-                run = decode(engine, session.limits.vocab_size, concurrency, options.prompt_len, options.output_len)
-                rounds.append(asyncio.run(run))
-        rounds.sort(key=lambda found: found[0] / found[1])
-        _print(concurrency, size, statistics.median(speeds), *rounds[len(rounds) // 2])
+                rounds.append(asyncio.run(run(engine, session.limits.vocab_size)))
+        rounds.sort(key=lambda found: found.seconds / found.steps)
+        _print(name, size, statistics.median(speeds), rounds[len(rounds) // 2])
 
 
-def _print(concurrency: int, size: int, speed: float, seconds: float, steps: int, calls: list[Calls]) -> None:
-    step, floor = 1e3 * seconds / steps, 1e3 * size / speed
-    print(f"\n{concurrency} at once: {step:.2f} ms a step, {concurrency * steps / seconds:.0f} tokens/s")
+def _print(name: str, size: int, speed: float, run: Run) -> None:
+    steps, step, floor = run.steps, 1e3 * run.seconds / run.steps, 1e3 * size / speed
+    print(f"\n{name}: {step:.2f} ms a step, {run.tokens / run.seconds:.0f} tokens/s")
     print(f"{'':44} {'calls':>6} {'us a call':>10} {'ms a step':>10} {'share':>6}")
     rest = step
-    for each in calls:
+    for each in run.calls:
         ms, us = 1e3 * each.seconds / steps, 1e6 * each.seconds / each.count
         print(f"{each.name:44} {each.count / steps:6.1f} {us:10.1f} {ms:10.3f} {ms / step:6.0%}")
         rest -= ms

@@ -43,5 +43,5 @@ def _labelled(value: str, activations: str) -> list[tuple[str, str]]:
 
 
 def recipe_spec(name: str, activations: str = "") -> str:
-    """The pipeline of a recipe as experiments run it: one long sequence, large pages."""
-    return find_recipe(name).spec(page=128, activations=activations)
+    """The pipeline of a recipe as experiments run it: one long sequence, large pages, layers written out."""
+    return find_recipe(name).spec(page=128, activations=activations, loops=False)

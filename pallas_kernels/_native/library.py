@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+
+from jaxserve.pallas_kernels._op import TRACED
 
 ISAS = ("generic", "avx2", "avx512")
 
@@ -63,13 +66,22 @@ def native_call(
     name: str,
     results: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     *,
+    layer: int | str | None,
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Callable[..., Any]:
     """A function of arrays that calls the handler `name`; `aliases` maps operands to the results that take them over.
 
-    Attributes are Python strings, bools, or numpy scalars of the type that the handler declares.
+    The handler's first operand is the layer; the function takes it as its last if it is TRACED. Attributes are Python
+    strings, bools, or numpy scalars of the type that the handler declares.
     """
     assert name in CUSTOM_CALLS and is_available()
-    call = jax.ffi.ffi_call(name, results, input_output_aliases=aliases or {})
-    return functools.partial(call, **attributes)
+    moved = {operand + 1: result for operand, result in (aliases or {}).items()}
+    call = jax.ffi.ffi_call(name, results, input_output_aliases=moved)
+
+    def native(*operands: Any) -> Any:
+        if layer == TRACED:
+            return call(operands[-1], *operands[:-1], **attributes)
+        return call(np.int32(layer or 0), *operands, **attributes)
+
+    return native

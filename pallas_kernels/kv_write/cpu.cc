@@ -5,6 +5,7 @@
 
 #include "../_native/handler.h"
 #include "../_native/profile.h"
+#include "../_native/team.h"
 #include "pool.h"
 
 namespace jaxserve {
@@ -69,6 +70,24 @@ void quantize(const Cache& cache, int64_t row, int64_t size, Load x) {
   }
 }
 
+// Tokens whose slots are asked for at once, and from how many on the threads share them: handing over a few takes longer than
+// writing them. Two tokens never have the same slot.
+constexpr int64_t kAskedFor = 64, kShared = 64;
+
+// Slots lie anywhere in memory, so their lines are asked for before the first is written. Inlined, for GCC takes a function that
+// only prefetches for one that does nothing.
+__attribute__((always_inline)) inline void ask_for(const Cache& cache, const ffi::Buffer<ffi::S32>& slots) {
+  const Pool& pool = cache.pool;
+  const int64_t tokens = std::min<int64_t>(slots.element_count(), kAskedFor);
+  const int64_t bytes = pool.heads * pool.width * ffi::ByteWidth(cache.data.element_type());
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int32_t slot = slots.typed_data()[t];
+    if (!pool.fits || slot < 0 || slot >= pool.slots) continue;
+    const char* const to = static_cast<const char*>(cache.data.untyped_data()) + (pool.first_slot + slot) * bytes;
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(to + at, 1, 2);
+  }
+}
+
 // rows [T, K, H] into `cache` at `slots` of its layer, rounded to what it is kept in.
 ffi::Error write(const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& slots, const Cache& cache) {
   const Pool& pool = cache.pool;
@@ -82,28 +101,37 @@ ffi::Error write(const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& slots,
   const auto* const narrow = static_cast<const uint16_t*>(rows.untyped_data());
   const auto* const wide = static_cast<const float*>(rows.untyped_data());
   const std::size_t bytes = size * (to_bf16 ? 2 : 4);
-  for (int64_t t = 0; t < tokens; ++t) {
-    if (slots.typed_data()[t] < 0 || slots.typed_data()[t] >= pool.slots) continue;
-    const int64_t slot = pool.first_slot + slots.typed_data()[t];
-    void* const to = static_cast<char*>(cache.data.untyped_data()) + slot * bytes;
-    if (cache.store != Store::kPlain) {
-      for (int64_t n = 0; n < heads; ++n) {
-        const int64_t at = (t * heads + n) * head_dim, row = slot * heads + n;
-        if (from_bf16) quantize(cache, row, head_dim, [&](int64_t h) { return bf16_to_float(narrow[at + h]); });
-        else quantize(cache, row, head_dim, [&](int64_t h) { return wide[at + h]; });
+  char* const data = static_cast<char*>(cache.data.untyped_data());
+  const auto slot_of = [&](int64_t t) -> int64_t {
+    const int32_t slot = slots.typed_data()[t];
+    return slot < 0 || slot >= pool.slots ? -1 : pool.first_slot + slot;
+  };
+  auto write_tokens = [&](int64_t first, int64_t last, int) {
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t slot = slot_of(t);
+      if (slot < 0) continue;
+      void* const to = data + slot * bytes;
+      if (cache.store != Store::kPlain) {
+        for (int64_t n = 0; n < heads; ++n) {
+          const int64_t at = (t * heads + n) * head_dim, row = slot * heads + n;
+          if (from_bf16) quantize(cache, row, head_dim, [&](int64_t h) { return bf16_to_float(narrow[at + h]); });
+          else quantize(cache, row, head_dim, [&](int64_t h) { return wide[at + h]; });
+        }
+      } else if (from_bf16 == to_bf16) {
+        std::memcpy(to, static_cast<const char*>(rows.untyped_data()) + t * bytes, bytes);
+      } else if (to_bf16) {
+        std::transform(wide + t * size, wide + (t + 1) * size, static_cast<uint16_t*>(to), [](float x) { return float_to_bf16(x); });
+      } else {
+        std::transform(narrow + t * size, narrow + (t + 1) * size, static_cast<float*>(to), bf16_to_float);
       }
-    } else if (from_bf16 == to_bf16) {
-      std::memcpy(to, static_cast<const char*>(rows.untyped_data()) + t * bytes, bytes);
-    } else if (to_bf16) {
-      std::transform(wide + t * size, wide + (t + 1) * size, static_cast<uint16_t*>(to), float_to_bf16);
-    } else {
-      std::transform(narrow + t * size, narrow + (t + 1) * size, static_cast<float*>(to), bf16_to_float);
     }
-  }
+  };
+  if (tokens < kShared) write_tokens(0, tokens, 0);
+  else Team::get().ranges(tokens, 8, write_tokens);
   return ffi::Error::Success();
 }
 
-ffi::Error kv_write(ffi::RemainingArgs arrays, ffi::RemainingRets results, std::string_view format, int64_t layer) {
+ffi::Error kv_write(ffi::BufferR0<ffi::S32> layer, ffi::RemainingArgs arrays, ffi::RemainingRets results, std::string_view format) {
   const Timed timed([] { return std::string("kv_write"); });
   const Store store = format == "int8" ? Store::kInt8 : format == "int4" ? Store::kInt4 : format == "fp8" ? Store::kFp8 : Store::kPlain;
   const std::size_t each = store == Store::kPlain ? 1 : store == Store::kFp8 ? 2 : 3;
@@ -111,9 +139,13 @@ ffi::Error kv_write(ffi::RemainingArgs arrays, ffi::RemainingRets results, std::
   const auto slots = arrays.get<ffi::Buffer<ffi::S32>>(2 * each + 2);
   if (!slots) return invalid("kv_write: slots are no int32");
   for (std::size_t half = 0; half < 2; ++half) {
+    const ffi::AnyBuffer data = *arrays.get<ffi::AnyBuffer>(half * each);
+    ask_for({store, data, Pool(data, *layer.typed_data()), nullptr, nullptr}, *slots);
+  }
+  for (std::size_t half = 0; half < 2; ++half) {
     const std::size_t at = half * each;
     const ffi::AnyBuffer data = *arrays.get<ffi::AnyBuffer>(at);
-    Cache cache{store, data, Pool(data, layer), nullptr, nullptr};
+    Cache cache{store, data, Pool(data, *layer.typed_data()), nullptr, nullptr};
     for (std::size_t i = 0; i < each; ++i) {
       const ffi::AnyBuffer array = *arrays.get<ffi::AnyBuffer>(at + i);
       if (array.untyped_data() != (*results.get<ffi::AnyBuffer>(at + i))->untyped_data()) {
@@ -136,7 +168,7 @@ ffi::Error kv_write(ffi::RemainingArgs arrays, ffi::RemainingRets results, std::
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_kv_write, jaxserve::kv_write,
                               jaxserve::ffi::Ffi::Bind()
+                                  .Arg<jaxserve::ffi::BufferR0<jaxserve::ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attr<std::string_view>("format")
-                                  .Attr<int64_t>("layer"));
+                                  .Attr<std::string_view>("format"));

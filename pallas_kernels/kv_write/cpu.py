@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxserve.pallas_kernels._native import is_available, native_call
 from jaxserve.pallas_kernels._op import Refusal
@@ -26,9 +25,9 @@ def kernel(*operands: Any, format: KvFormat | None, layer: int | None) -> Callab
         results,
         aliases=aliases,
         format=format.name if format else "",
-        layer=np.int64(layer or 0),
+        layer=layer,
     )
 
 
 if is_available():
-    OP.register("cpu", kernel, name="native")
+    OP.register("cpu", kernel, name="native", traced=True)

@@ -34,9 +34,9 @@ def kernel(
         window=np.int64(window or 0),
         softcap=np.float32(softcap or 0.0),
         format=format.name if format else "",
-        layer=np.int64(layer or 0),
+        layer=layer,
     )
 
 
 if is_available():
-    OP.register("cpu", kernel, name="native")
+    OP.register("cpu", kernel, name="native", traced=True)

@@ -1,61 +1,41 @@
-"""paged_attention on Hopper for decoding, over a cache of bf16 or f16.
+"""paged_attention on Hopper: a ragged batch as tiles of queries for `mosaic_body`'s Pallas call.
 
-One block takes a sequence, a KV head with the query heads that share it, and SPLIT keys of the context. The query heads
-are the rows of wgmma's tile, the keys of KEYS_PER_BLOCK slots its columns; pages are copied as the block table names
-them, ahead of their use. Softmax runs online in float32 (FlashAttention, arXiv:2205.14135), its weights are rounded to
-the cache's dtype for the product with the values, and so are the queries. The parts of a context have fixed borders and
-are joined in their order (FlashDecoding), so that a token's result does not depend on its company.
+Rows of one token (decoding) are tiles of their own, and contexts are cut into parts with fixed borders that are joined
+in their order (FlashDecoding), in mixed steps too: what a decoding sequence gets does not depend on its company. Rows
+of several tokens (prefill, verification) are cut into tiles, each of which goes through all the keys that it sees.
 """
 
-import dataclasses
-import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels import _mosaic
 from jaxserve.pallas_kernels._op import Refusal
 from jaxserve.pallas_kernels._target import not_hopper
 from jaxserve.pallas_kernels.kv_write.format import KvFormat
+from jaxserve.pallas_kernels.paged_attention.mosaic_body import ROWS, Kind, Shape, call
 
-KEYS_PER_BLOCK = 64
 SPLIT = 512
-STAGES = 2
-ROWS = _mosaic.WARPGROUP_ROWS
-_LOWEST = -1e30  # a finite start for the running maximum: -inf minus -inf would be NaN
-_LOG2_E = math.log2(math.e)
+HEAD_DIMS = (64, 96, 128)
+PAGE_SIZES = (8, 16, 32, 64, 128)
+DTYPES = {"uint8": jnp.dtype(jnp.bfloat16), "float8_e4m3fn": jnp.dtype(jnp.float16)}
+"""Of what codes become: exact, and the one to which Hopper converts them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of a call. `group` is the number of query heads of a KV head, padded to whole tiles of 8."""
+class _Batch(NamedTuple):
+    """Tables [S, P], and of every row its first token, number of tokens and context."""
 
-    tokens: int
-    kv_heads: int
-    group: int
-    head_dim: int
-    page_size: int
-    pages_per_seq: int
-
-    @property
-    def splits(self) -> int:
-        return -(-self.pages_per_seq * self.page_size // SPLIT)
-
-    @property
-    def pages(self) -> int:
-        """Pages of a block of keys."""
-        return KEYS_PER_BLOCK // self.page_size
+    tables: Any
+    starts: Any
+    counts: Any
+    lengths: Any
 
 
 def kernel(
     q: Any,
-    k: Any,
-    *rest: Any,
+    *operands: Any,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -64,42 +44,144 @@ def kernel(
     stage_lhs_in_smem: bool = False,
 ) -> Callable[..., jax.Array] | Refusal:
     """The kernel for this call, or why there is none. `stage_lhs_in_smem`: see quantized_matmul's."""
-    if reason := not_hopper() or _unsupported(q, k, rest, format):
+    if reason := not_hopper() or _unsupported(q, operands, format):
         return Refusal(reason)
-    tokens, heads, head_dim = q.shape
-    page_size, kv_heads = k.shape[-3:-1]
-    shared = heads // kv_heads
-    size = Shape(tokens, kv_heads, -(-shared // 8) * 8, head_dim, page_size, rest[1].shape[1])
-    call = _call(size, k.dtype, window, softcap, layer, stage_lhs_in_smem)
+    dtype = operands[0].dtype if format is None else DTYPES[format.element]
+    kind = Kind(dtype, softcap, window, layer, format, stage_lhs_in_smem)
+    rows = operands[-3].shape[0]
 
-    def mosaic(q: jax.Array, k: jax.Array, v: jax.Array, tables: Any, starts: Any, lengths: Any) -> jax.Array:
-        rows, token = len(tables), jnp.arange(tokens, dtype=jnp.int32)
-        row = jnp.minimum(jnp.searchsorted(starts[1:], token, side="right"), rows - 1)
-        after = starts[row + 1] - token - 1  # tokens of the row behind this one
-        seen = jnp.where(token < starts[rows], lengths[row] - after, 0).astype(jnp.int32)
-        grouped = (q.astype(jnp.float32) * scale).astype(k.dtype).reshape(tokens, kv_heads, shared, head_dim)
-        grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, size.group - shared), (0, 0)))
-        mixed, highest, total = call(grouped, k, v, tables[row], seen)
-        joined = _join(mixed[..., :shared, :], highest[..., :shared], total[..., :shared])
-        return joined.reshape(q.shape).astype(q.dtype)
+    def mosaic(q: jax.Array, *operands: Any) -> jax.Array:
+        *caches, tables, starts, lengths = operands
+        counts = starts[1:] - starts[:-1]
+        batch, tokens = _Batch(tables, starts[:-1], counts, lengths), q.shape[0]
+        # Units of log 2; a softcap comes before them.
+        wide = q.astype(jnp.float32) * (scale if softcap is not None else scale * _mosaic.LOG2_E)
+        if tokens <= rows:
+            token = jnp.arange(tokens, dtype=jnp.int32)
+            row = jnp.minimum(jnp.searchsorted(starts[1:], token, side="right"), rows - 1)
+            position = jnp.where(token < starts[rows], lengths[row] - counts[row] + token - batch.starts[row], -1)
+            return _single_tokens(wide, caches, tables[row], position, kind).astype(q.dtype)
+        several = _tiles(wide, caches, batch, kind, q.dtype)
+        single = counts == 1
+        token = jnp.where(single, batch.starts, 0)
+        alone = _single_tokens(wide[token], caches, tables, jnp.where(single, lengths - 1, -1), kind)
+        return several.at[jnp.where(single, token, tokens)].set(alone.astype(q.dtype), mode="drop")
 
     return mosaic
 
 
-def _unsupported(q: Any, k: Any, rest: Any, format: KvFormat | None) -> str:
-    tokens, heads, head_dim = q.shape
-    page_size, kv_heads = k.shape[-3:-1]
-    if format is not None:
-        return f"the cache is kept in {format}; it knows caches of bfloat16 and float16"
-    if k.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the cache is {k.dtype.name}; it knows bfloat16 and float16"
-    if tokens > rest[1].shape[0]:
-        return f"{tokens} tokens of {rest[1].shape[0]} sequences; it decodes, one token a sequence"
-    if head_dim not in (64, 128, 256) or heads // kv_heads > ROWS:
-        return f"{heads // kv_heads} query heads of {head_dim} a KV head; it knows up to {ROWS}, of 64, 128 or 256"
-    if page_size not in (8, 16, 32, 64):
-        return f"pages of {page_size} tokens; it knows 8, 16, 32 and 64"
+def _unsupported(q: Any, operands: Sequence[Any], format: KvFormat | None) -> str:
+    _, heads, head_dim = q.shape
+    codes = operands[0]
+    page_size, kv_heads = codes.shape[-3:-1]
+    if format is None and codes.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the cache is {codes.dtype.name}; it knows bfloat16, float16 and formats of few bits"
+    if head_dim not in HEAD_DIMS or heads // kv_heads > ROWS:
+        return (
+            f"{heads // kv_heads} query heads of {head_dim} a KV head; it knows up to {ROWS}, of {_listed(HEAD_DIMS)}"
+        )
+    if page_size not in PAGE_SIZES:
+        return f"pages of {page_size} tokens; it knows {_listed(PAGE_SIZES)}"
+    if format is not None and head_dim % 64 and format.per_byte > 1:
+        return f"heads of {head_dim} in {format}; it knows 64 and 128"
+    if format is not None and (kv_heads % 8 or page_size * kv_heads < 64):
+        return f"scales of {kv_heads} KV heads; they are copied in rows of a multiple of 8"
     return ""
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _single_tokens(q: Any, caches: Sequence[Any], tables: Any, position: Any, kind: Kind) -> Any:
+    """Attention of R tokens q [R,N,H] with a block table each [R,P], at positions [R]; -1 gives 0. Float32 [R,N,H]."""
+    size = _shape(q, caches, tables, q.shape[0], kind, tokens=1, warpgroups=1, split=SPLIT)
+    rows = jnp.arange(size.tiles, dtype=jnp.int32)
+    grouped = q.reshape(size.tiles, size.kv_heads, 1, size.group, size.head_dim)
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, 0), (0, size.rows - size.group), (0, 0)))
+    spans = jnp.stack([rows, position, position], axis=1).astype(jnp.int32)
+    mixed, highest, total = _run(size, kind, jnp.float32, grouped, caches, tables, spans)
+    joined = _join(mixed[..., : size.group, :], highest[..., : size.group], total[..., : size.group])
+    return _in_order(joined, kind).reshape(q.shape)
+
+
+def _tiles(q: Any, caches: Sequence[Any], batch: _Batch, kind: Kind, dtype: Any) -> Any:
+    """Attention of the rows that own several tokens, [T,N,H]; padding is 0, other rows hold nothing of use."""
+    tokens, rows = len(q), len(batch.counts)
+    each = ROWS // (q.shape[1] // caches[0].shape[-2])  # tokens of a warpgroup
+    # A warpgroup computes the same whether another shares its keys or not; two are for rows that fill them.
+    warpgroups = 2 if tokens >= rows * each * 2 else 1
+    each_tile = each * warpgroups
+    most = max(1, (tokens + min(rows, tokens // 2) * (each_tile - 1)) // each_tile)
+    size = _shape(q, caches, batch.tables, most, kind, tokens=each, warpgroups=warpgroups, split=None)
+
+    own = jnp.where(batch.counts > 1, (batch.counts + each_tile - 1) // each_tile, 0)
+    through = jnp.cumsum(own)
+    before, tile = through - own, jnp.arange(most, dtype=jnp.int32)
+    row = jnp.searchsorted(through, tile, side="right").astype(jnp.int32)
+    used, row = row < rows, jnp.minimum(row, rows - 1)
+    start = (tile - before[row]) * each_tile  # within the row
+    begin = batch.lengths[row] - batch.counts[row] + start
+    last = jnp.minimum(begin + each_tile, batch.lengths[row]) - 1
+    spans = jnp.stack([row, begin, jnp.where(used, last, -1)], axis=1).astype(jnp.int32)
+
+    places = batch.starts[row] + start
+    taken = jnp.take(q, places[:, None] + jnp.arange(each_tile, dtype=jnp.int32), axis=0, mode="clip")
+    taken = taken.reshape(most, warpgroups, each, size.kv_heads, size.group, size.head_dim)
+    taken = taken.transpose(0, 3, 1, 2, 4, 5).reshape(most, size.kv_heads, warpgroups, -1, size.head_dim)
+    taken = jnp.pad(taken, ((0, 0), (0, 0), (0, 0), (0, ROWS - each * size.group), (0, 0)))
+    found = _run(size, kind, dtype, taken, caches, batch.tables, spans)[..., : each * size.group, :]
+    found = _in_order(found, kind).reshape(most, size.kv_heads, warpgroups, each, size.group, size.head_dim)
+    found = found.transpose(0, 2, 3, 1, 4, 5).reshape(-1, *q.shape[1:])
+
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    of_token = jnp.searchsorted(batch.starts + batch.counts, token, side="right").astype(jnp.int32)
+    real, of_token = of_token < rows, jnp.minimum(of_token, rows - 1)
+    place = before[of_token] * each_tile + token - batch.starts[of_token]
+    return jnp.where(real[:, None, None], jnp.take(found, place, axis=0, mode="clip"), 0)
+
+
+def _shape(q: Any, caches: Sequence[Any], tables: Any, tiles: int, kind: Kind, **parts: Any) -> Shape:
+    """`parts` are the tokens of a warpgroup, warpgroups, and split of a `Shape`."""
+    page_size, kv_heads = caches[0].shape[-3:-1]
+    heads, head_dim = q.shape[1:]
+    # Wide blocks where registers and shared memory hold them.
+    wide = parts["split"] is None and kind.format is None and kind.softcap is None
+    return Shape(
+        tiles=tiles,
+        group=heads // kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        pages_per_seq=tables.shape[1],
+        block=128 if wide else 64,
+        **parts,
+    )
+
+
+def _run(size: Shape, kind: Kind, out_dtype: Any, q: Any, caches: Sequence[Any], tables: Any, spans: Any) -> Any:
+    """The Pallas call on queries [tiles, K, warpgroups, rows, H] in float32."""
+    q, sums = _queries(q, kind)
+    if sums is not None:
+        sums = (jnp.pad(sums, ((0, 0),) * 4 + ((0, ROWS - size.rows),)),)
+    return call(size, kind, out_dtype)(q, *(sums or ()), *caches, tables, spans)
+
+
+def _queries(q: Any, kind: Kind) -> tuple[Any, Any]:
+    """Queries [..., H] as they are multiplied with codes, and the sums of q and of q times the shifts, [2, ...]."""
+    if not kind.parts:
+        return q.astype(kind.dtype), None
+    lanes = [q[..., index :: len(kind.parts)].astype(kind.dtype) for index in range(len(kind.parts))]
+    wide = [lane.astype(jnp.float32).sum(axis=-1) for lane in lanes]
+    shifted = sum(lane * part.shift for lane, part in zip(wide, kind.parts, strict=True))
+    scaled = [lane / jnp.asarray(part.divisor, kind.dtype) for lane, part in zip(lanes, kind.parts, strict=True)]
+    return jnp.concatenate(scaled, axis=-1), jnp.stack([sum(wide), shifted])
+
+
+def _in_order(found: Any, kind: Kind) -> Any:
+    """Results [..., H] in the order of their components."""
+    parts = max(1, len(kind.parts))
+    return found.reshape(*found.shape[:-1], parts, -1).swapaxes(-1, -2).reshape(found.shape)
 
 
 def _join(mixed: jax.Array, highest: jax.Array, total: jax.Array) -> jax.Array:
@@ -111,108 +193,3 @@ def _join(mixed: jax.Array, highest: jax.Array, total: jax.Array) -> jax.Array:
         weight = weight + share * total[:, part]
         out = out + jnp.where(share[..., None] > 0, mixed[:, part] * share[..., None], 0.0)
     return out / jnp.where(weight > 0, weight, 1.0)[..., None]
-
-
-def _call(
-    size: Shape, dtype: Any, window: int | None, softcap: float | None, layer: int | None, staged: bool
-) -> Callable[..., Any]:
-    """The Pallas call: (q [T, K, group, H], k, v, tables [T, P], seen [T]) -> weighted values [T, splits, K, group, H],
-    maxima and sums of the weights [T, splits, K, ROWS], all float32; scores are in units of log 2."""
-    heads_layout = _mosaic.swizzled(size.head_dim, dtype)
-    vector = plgpu.Layout.WGMMA.reduce(1)
-    scores_tile, values_tile = (ROWS, KEYS_PER_BLOCK), (ROWS, size.head_dim)
-
-    def paged_decode(q: Any, k: Any, v: Any, tables: Any, seen: Any, mixed: Any, highest: Any, total: Any, **scratch):
-        q_smem, k_smem, v_smem, out_smem = (scratch[name] for name in ("q_smem", "k_smem", "v_smem", "out_smem"))
-        token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
-        if layer is not None:
-            k, v = k.at[layer], v.at[layer]
-        length = seen[token]
-        start = 0 if window is None else jnp.maximum(length - window, 0)
-        first = jnp.maximum(split * SPLIT, lax.div(start, KEYS_PER_BLOCK) * KEYS_PER_BLOCK)
-        keys = jnp.maximum(jnp.minimum(length, (split + 1) * SPLIT) - first, 0)
-        blocks = lax.div(keys + KEYS_PER_BLOCK - 1, KEYS_PER_BLOCK)
-
-        def fetch(block: Any) -> None:
-            slot = lax.rem(block, STAGES)
-            for index in range(size.pages):
-                page = lax.div(first, size.page_size) + block * size.pages + index
-                page = jnp.minimum(page, lax.div(length - 1, size.page_size))  # past the context entries mean nothing
-                entry, place = tables[token, page], pl.ds(index * size.page_size, size.page_size)
-                for cache, smem, barrier in ((k, k_smem, scratch["k_ready"]), (v, v_smem, scratch["v_ready"])):
-                    plgpu.copy_gmem_to_smem(cache.at[entry, :, head], smem.at[slot, place], barrier.at[slot])
-
-        @pl.when(blocks > 0)
-        def _start():
-            plgpu.copy_gmem_to_smem(q.at[token, head], q_smem.at[pl.ds(0, size.group)], scratch["q_ready"])
-            plgpu.barrier_wait(scratch["q_ready"])
-
-        for ahead in range(STAGES - 1):
-            pl.when(ahead < blocks)(lambda ahead=ahead: fetch(ahead))
-
-        def add_block(block: Any, carry: Any) -> Any:
-            acc, best, weight = carry
-            slot = lax.rem(block, STAGES)
-            pl.when(block + STAGES - 1 < blocks)(lambda: fetch(block + STAGES - 1))
-            plgpu.barrier_wait(scratch["k_ready"].at[slot])
-            scores = _mosaic.multiply([(q_smem, k_smem.at[slot].T)], scores_tile)
-            if softcap is not None:
-                scores = softcap * jnp.tanh(scores * (1 / softcap))
-            key = first + block * KEYS_PER_BLOCK
-            place = key + plgpu.broadcasted_iota(jnp.int32, scores_tile, 1, layout=plgpu.Layout.WGMMA)
-            known = place < length if window is None else (place < length) & (place >= length - window)
-            scores = jnp.where(known, scores * _LOG2_E, _LOWEST)
-            higher = jnp.maximum(best, scores.max(axis=1))
-            keep = jnp.exp2(best - higher)
-            weights = jnp.where(known, jnp.exp2(scores - lax.broadcast_in_dim(higher, scores_tile, [0])), 0.0)
-            weight = weight * keep + weights.sum(axis=1)
-            acc = acc * lax.broadcast_in_dim(keep, values_tile, [0])
-            plgpu.barrier_wait(scratch["v_ready"].at[slot])
-
-            @pl.when(key + KEYS_PER_BLOCK > length)
-            def _forget():  # slots past the context may hold NaN
-                values = v_smem[slot].astype(jnp.float32)
-                row = key + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
-                v_smem[slot] = jnp.where(row < length, values, 0.0).astype(dtype)
-                plgpu.commit_smem()
-
-            left = weights.astype(dtype)
-            if staged:
-                scratch["staging"][...] = left
-                plgpu.commit_smem()
-                left = scratch["staging"]
-
-            return acc + _mosaic.multiply([(left, v_smem.at[slot])], values_tile), higher, weight
-
-        start_vector = plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), vector)
-        carry = (_mosaic.zeros(values_tile), start_vector, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), vector))
-        acc, best, weight = lax.fori_loop(0, blocks, add_block, carry)
-        highest[token, split, head] = best
-        total[token, split, head] = weight
-        out_smem[...] = acc
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, size.group)], mixed.at[token, split, head])
-        plgpu.wait_smem_to_gmem(0)
-
-    cache = plgpu.SMEM((STAGES, KEYS_PER_BLOCK, size.head_dim), dtype, transforms=heads_layout)
-    ready = plgpu.Barrier(num_arrivals=size.pages, num_barriers=STAGES)
-    scratch = {
-        "q_smem": plgpu.SMEM((ROWS, size.head_dim), dtype, transforms=heads_layout),
-        "k_smem": cache,
-        "v_smem": cache,
-        "out_smem": plgpu.SMEM(values_tile, jnp.float32, transforms=_mosaic.swizzled(size.head_dim, jnp.float32)),
-        "q_ready": plgpu.Barrier(),
-        "k_ready": ready,
-        "v_ready": ready,
-    }
-    if staged:
-        scratch["staging"] = plgpu.SMEM(scores_tile, dtype, transforms=_mosaic.swizzled(KEYS_PER_BLOCK, dtype))
-    parts = (size.tokens, size.splits, size.kv_heads)
-    statistics = jax.ShapeDtypeStruct((*parts, ROWS), jnp.float32)
-    return plgpu.kernel(
-        paged_decode,
-        out_type=(jax.ShapeDtypeStruct((*parts, size.group, size.head_dim), jnp.float32), statistics, statistics),
-        grid=(size.tokens, size.kv_heads, size.splits),
-        grid_names=("token", "head", "split"),
-        scratch_types=scratch,
-    )

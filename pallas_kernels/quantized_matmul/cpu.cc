@@ -91,9 +91,9 @@ Type type_of(ffi::DataType type) {
   return type == ffi::F16 ? Type::kF16 : type == ffi::BF16 ? Type::kBF16 : Type::kF32;
 }
 
-ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
+ffi::Error quantized_matmul(ffi::BufferR0<ffi::S32> layer, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
                             ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t group, std::string_view offset, std::string_view activation,
-                            bool level2, int64_t layer) {
+                            bool level2) {
   const int64_t inputs = x.dimensions().back(), outputs = y->dimensions().back();
   const Timed timed([&] {
     return "quantized_matmul int" + std::to_string(bits) + " [" + std::to_string(outputs) + ", " + std::to_string(inputs) + "]";
@@ -129,11 +129,12 @@ ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuff
     if (!field || field->element_count() != 1) return invalid("quantized_matmul: the scale of the activations is missing");
     static_unit = field->typed_data();
   }
-  const bool fits = layer >= 0 && layer < layers && static_cast<int64_t>(codes.element_count()) * 8 == layers * outputs * inputs * bits &&
+  const int64_t at = *layer.typed_data();
+  const bool fits = at >= 0 && at < layers && static_cast<int64_t>(codes.element_count()) * 8 == layers * outputs * inputs * bits &&
                     static_cast<int64_t>(scale.element_count()) == layers * outputs * w.groups;
   if (!fits) return invalid("quantized_matmul: the arrays of the weight do not fit x and the result");
   if (w.panels && (outputs % 16 || inputs % w.column())) return invalid("quantized_matmul: the weight cannot lie in panels");
-  w = w.from_output(layer * outputs);
+  w = w.from_output(at * outputs);
 
   const int64_t rows = x.element_count() / inputs, padded_groups = round_up(w.groups, 16);
   const bool is_bf16 = x.element_type() == ffi::BF16, direct = y->element_type() == ffi::F32;
@@ -174,6 +175,7 @@ ffi::Error quantized_matmul(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuff
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_quantized_matmul, jaxserve::quantized_matmul,
                               jaxserve::ffi::Ffi::Bind()
+                                  .Arg<jaxserve::ffi::BufferR0<jaxserve::ffi::S32>>()
                                   .Arg<jaxserve::ffi::AnyBuffer>()
                                   .Arg<jaxserve::ffi::AnyBuffer>()
                                   .Arg<jaxserve::ffi::AnyBuffer>()
@@ -183,5 +185,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_quantized_matmul, jaxserve::quantized_mat
                                   .Attr<int64_t>("group")
                                   .Attr<std::string_view>("offset")
                                   .Attr<std::string_view>("activation")
-                                  .Attr<bool>("level2")
-                                  .Attr<int64_t>("layer"));
+                                  .Attr<bool>("level2"));

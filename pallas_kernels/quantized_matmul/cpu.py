@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels._native import is_available, native_call
-from jaxserve.pallas_kernels._op import Refusal
+from jaxserve.pallas_kernels._op import TRACED, Refusal
 from jaxserve.pallas_kernels.quantized_matmul.format import QuantFormat
 from jaxserve.pallas_kernels.quantized_matmul.op import OP
 
@@ -49,13 +49,13 @@ def kernel(
         offset=format.offset,
         activation=activation or "",
         level2=format.level2 is not None,
-        layer=np.int64(layer or 0),
+        layer=layer,
     )
 
     def native(x: jax.Array, *arrays: jax.Array) -> jax.Array:
         if format.ordered:
             place = format.fields.index("order")
-            order = arrays[place] if layer is None else arrays[place][layer]
+            order = arrays[place] if layer is None else arrays[place][arrays[-1] if layer == TRACED else layer]
             arrays, x = (*arrays[:place], *arrays[place + 1 :]), x[..., order]
         return call(x.reshape(rows, inputs), *arrays).reshape(*x.shape[:-1], outputs)
 
@@ -63,4 +63,4 @@ def kernel(
 
 
 if is_available():
-    OP.register("cpu", kernel, name="native")
+    OP.register("cpu", kernel, name="native", traced=True)

@@ -12,7 +12,6 @@ blocks computed them (few tokens: all cores are needed to read the weights) or o
 depend on its company.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,32 +33,13 @@ GROUPS = (32, 64, 128)
 CHUNK = 128  # inputs that share a partial sum where one scale is for the whole row
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One nibble of every byte, or the byte itself: which bits, which of them are flipped, by how much the code that
-    results is too small, and what it must be divided by."""
-
-    mask: int
-    flip: int
-    shift: int
-    divisor: int = 1
-
-    def codes(self, stored: jax.Array) -> jax.Array:
-        """bf16 numbers (q - shift) * divisor of int8 bytes [rows, k]."""
-        if self.mask != -1:
-            stored = stored & jnp.int8(self.mask)
-        if self.flip:
-            stored = stored ^ jnp.int8(self.flip)
-        return stored.astype(jnp.bfloat16)
-
-
-def parts(format: QuantFormat) -> tuple[Part, ...]:
+def parts(format: QuantFormat) -> tuple[_mosaic.Part, ...]:
     """How the codes of a format are read from its bytes: of input 2i and 2i + 1, or of each input."""
     if not format.packed:
-        return (Part(-1, 0, 0) if format.signed else Part(-1, -128, 128),)
+        return (_mosaic.Part(-1, 0, 0) if format.signed else _mosaic.BYTE,)
     if format.signed:
-        return Part(0x0F, 0x08, -8), Part(-16, 0, 0, 16)
-    return Part(0x0F, 0, 0), Part(-16, -128, 8, 16)
+        return _mosaic.Part(0x0F, 0x08, -8), _mosaic.Part(-16, 0, 0, 16)
+    return _mosaic.NIBBLES
 
 
 def kernel(

@@ -19,6 +19,7 @@ from jaxserve.pallas_kernels._target import compiling_for
 from jaxserve.pallas_kernels.dense_matmul import mosaic_gpu as dense
 from jaxserve.pallas_kernels.dense_matmul.op import OP as DENSE
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
+from jaxserve.pallas_kernels.quantized_matmul import mosaic_w4a8 as w4a8
 from jaxserve.pallas_kernels.quantized_matmul.op import OP as QUANTIZED
 from jaxserve.targets import GPUS, H100_SXM
 from tests.pallas_kernels.harness import BF16, F32, normal
@@ -94,6 +95,32 @@ def test_weights_and_activations_of_eight_bits(element, activation, rtol):
     x = normal(0, 2, 3, 1024, dtype=F32)
     kernel = quantized.narrow_kernel(x, *arrays, **options)
     check(kernel, lambda *a: QUANTIZED.reference(*a, **options), x, *arrays, rtol=rtol)
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "group"), [(3, 64, 1024, 64), (70, 128, 256, 128)])
+def test_weights_of_two_levels(rows, outputs, inputs, group):
+    """4-bit codes by int8: sums are exact, whatever their order."""
+    format = QuantFormat(4, group, "zero", "float32", level2="channel")
+    rng = np.random.default_rng(0)
+    fields = {name: shape for name, (shape, _) in format.specs(outputs, inputs).items()}
+    arrays = {
+        "codes": rng.integers(0, 256, fields["codes"], np.uint8),
+        "scale": rng.integers(1, 8, fields["scale"], np.uint8),
+        "zero": rng.integers(0, 16, fields["zero"], np.uint8),
+        "channel": rng.random(fields["channel"], np.float32),
+    }
+    given = [np.stack([array[::-1], array]) for array in arrays.values()]
+    options = {
+        "format": format,
+        "shape": (outputs, inputs),
+        "out_dtype": "float32",
+        "activation": "int8",
+        "layer": 1,
+        "layout": None,
+    }
+    x = normal(0, rows, inputs, dtype=BF16)
+    kernel = w4a8.kernel(x, *given, **options)
+    check(kernel, lambda *a: QUANTIZED.reference(*a, **options), x, *given, rtol=0)
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "splits"), [(4096, 4096, 4), (28672, 4096, 1), (4096, 14336, 4)])

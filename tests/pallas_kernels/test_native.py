@@ -11,8 +11,9 @@ import pytest
 from jaxserve.pallas_kernels import QuantFormat, paged_attention, quantize_rtn, quantized_matmul
 from jaxserve.pallas_kernels._native import describe, is_available
 from jaxserve.pallas_kernels._native.profile import profiled
+from jaxserve.pallas_kernels.kv_write.format import KV_FORMATS, encode
 from jaxserve.pallas_kernels.quantized_matmul import layout
-from tests.pallas_kernels.harness import F32, dtypes, normal
+from tests.pallas_kernels.harness import BF16, F32, dtypes, normal
 
 # Those of SmolLM2's file and its head first; 12 inputs do not fill the words in which AVX-512 reads codes.
 FORMATS = (
@@ -50,22 +51,46 @@ def test_a_row_has_the_same_bytes_alone_and_among_others(format, activation, dty
         assert some.tobytes() == together[-rows:].tobytes()
 
 
-def test_a_token_has_the_same_bytes_however_its_prompt_is_cut():
-    rng = np.random.default_rng(2)
-    keys, values = normal(3, 8, 16, 2, 16), normal(4, 8, 16, 2, 16)
-    table, q = rng.permutation(8).astype(np.int32)[None], normal(5, 100, 6, 16)
+@dtypes
+@pytest.mark.parametrize("form", ["bfloat16", "float32", *KV_FORMATS])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (24, 77)])
+def test_a_token_has_the_same_bytes_in_every_company(dtype, form, head_dim, window):
+    """Alone, where its blocks are shared out; in chunks and verified rows, which are tiles; and among others."""
+    rng, length = np.random.default_rng(2), 300
+    format = KV_FORMATS.get(form)
+    keys, values = (
+        encode(normal(seed, 40, 16, 2, head_dim), format, form if format is None else BF16) for seed in (3, 4)
+    )
+    pages = -(-length // 16)
+    table, q = rng.permutation(40).astype(np.int32)[:pages], normal(5, length, 6, head_dim, dtype=dtype)
     int32 = lambda *numbers: np.array(numbers, np.int32)  # noqa: E731
-    whole = np.asarray(paged_attention(q, keys, values, table, int32(0, 100), int32(100), scale=0.25))
-    for first, last in ((0, 1), (0, 37), (37, 90), (99, 100)):
-        part = paged_attention(q[first:last], keys, values, table, int32(0, last - first), int32(last), scale=0.25)
-        assert np.asarray(part).tobytes() == whole[first:last].tobytes()
+
+    def attend(queries, tables, counts, contexts):
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        options = {"scale": 0.25, "window": window, "format": format}
+        return np.asarray(paged_attention(queries, keys, values, tables, starts, int32(*contexts), **options))
+
+    whole = attend(q, table[None], [length], [length])
+    for first, last in ((0, 1), (0, 37), (37, 90), (130, 138), (255, 257), (299, 300)):
+        part = attend(q[first:last], table[None], [last - first], [last])
+        assert part.tobytes() == whole[first:last].tobytes()
+    rows = [299, 64, 63, 128, 1, 200, 17, 250, 40, 191]
+    among = attend(q[rows], np.stack([table] * len(rows)), [1] * len(rows), [row + 1 for row in rows])
+    assert among.tobytes() == whole[rows].tobytes()
 
 
 def test_operands_that_do_not_fit_are_an_error_and_no_crash():
     keys, table = normal(0, 2, 4, 1, 16), np.array([[7]], np.int32)
     starts, lens = np.array([0, 1], np.int32), np.array([1], np.int32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="outside the pool"):
-        jax.block_until_ready(paged_attention(normal(1, 1, 1, 16), keys, keys, table, starts, lens, scale=1.0))
+    for operands, message in (
+        ((table, starts, lens), "a block table names a page outside the pool"),
+        ((table, starts, 4 + lens), "a context is longer than its block table"),
+        ((table, starts, 0 * lens), "a context is shorter than its tokens"),
+        ((table, 2 * starts, lens), "query_starts names a token outside the step"),
+        ((table, -starts, lens), "query_starts descends"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(paged_attention(normal(1, 1, 1, 16), keys, keys, *operands, scale=1.0))
 
 
 def test_a_profile_counts_the_calls_of_each_shape():
@@ -93,14 +118,14 @@ def test_another_build_that_is_not_there_is_an_error(tmp_path):
 @pytest.mark.parametrize(("isa", "threads"), [("avx2", "1"), ("generic", "2")])
 def test_every_instruction_set_and_team(isa, threads):
     """The same tests in a process that may use less of the machine."""
-    files = [f"tests/pallas_kernels/test_{name}.py" for name in ("matmul", "kv_write", "paged_attention")]
+    files = [f"tests/pallas_kernels/test_{name}.py" for name in ("matmul", "kv_write", "paged_attention", "native")]
     command = [
         sys.executable,
         "-m",
         "pytest",
         "-q",
         "-k",
-        "native and (Quantized or Kv or Paged)",
+        "(native and (Quantized or Kv or Paged)) or (every_company and (bfloat16 or int8))",
         "-p",
         "no:cacheprovider",
         *files,

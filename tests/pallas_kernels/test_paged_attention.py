@@ -32,7 +32,18 @@ class Batch:
 
 
 def batch(
-    counts, contexts, *, tokens, page_size=16, heads=4, dtype=F32, cache_dtype=None, form=None, width=None, spare=3
+    counts,
+    contexts,
+    *,
+    tokens,
+    page_size=16,
+    heads=4,
+    head_dim=H,
+    dtype=F32,
+    cache_dtype=None,
+    form=None,
+    width=None,
+    spare=3,
 ):
     """Rows in pages of random order; whatever no row owns is NaN (or any code), and unused table entries are nonsense.
 
@@ -43,29 +54,29 @@ def batch(
     used = [-(-context // page_size) for context in contexts]
     width = width or max(1, *used) + 2
     free = rng.permutation(sum(used) + spare)
-    caches = [unwritten(KV_FORMATS.get(form or ""), cache_dtype, len(free), page_size) for _ in range(2)]
+    caches = [unwritten(KV_FORMATS.get(form or ""), cache_dtype, len(free), page_size, head_dim) for _ in range(2)]
     tables = rng.choice(np.array([-7, -1, 0, 10**6, free[-1]], np.int32), (len(counts), width))
     contents = [], []
     for s, context in enumerate(contexts):
         tables[s, : used[s]], free = free[: used[s]], free[used[s] :]
         slots = tables[s, np.arange(context) // page_size] * page_size + np.arange(context) % page_size
         for side, cache in enumerate(caches):
-            rows = rng.standard_normal((context, K, H), np.float32)
+            rows = rng.standard_normal((context, K, head_dim), np.float32)
             rows[:, :, 3] *= 8  # an outlier, as some channels of keys are
             arrays = oracles.quantize_kv(wide(rows), form) if form else (rows.astype(cache_dtype),)
             for array, each in zip(cache, arrays, strict=True):
                 array.reshape(-1, *array.shape[2:])[slots] = each
             contents[side].append(oracles.dequantize_kv(arrays, form) if form else wide(arrays[0]))
-    q = rng.standard_normal((tokens, heads, H), np.float32).astype(dtype)
+    q = rng.standard_normal((tokens, heads, head_dim), np.float32).astype(dtype)
     q[sum(counts) :] = np.nan
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     operands = (q, *caches, tables, starts, np.array(contexts, np.int32))
     return Batch(operands, *contents, KV_FORMATS.get(form or ""))
 
 
-def unwritten(format, dtype, pages, page_size):
+def unwritten(format, dtype, pages, page_size, head_dim):
     """The arrays of a cache that nobody has written."""
-    layout = cache_layout(format, dtype, pages, page_size, K, H)
+    layout = cache_layout(format, dtype, pages, page_size, K, head_dim)
     return tuple(
         np.full(spec.shape, 0xB7 if spec.dtype == np.uint8 else np.nan, spec.dtype) for _, spec in layout.values()
     )
@@ -148,6 +159,17 @@ class TestPagedAttention:
     def test_activations_wider_than_the_cache(self, implementation):
         batch([1, 1], [40, 200], tokens=2, cache_dtype=BF16).check(implementation, scale=0.25)
         batch([1, 30], [40, 200], tokens=31, cache_dtype=BF16).check(implementation, scale=0.25)
+
+    @dtypes
+    @pytest.mark.parametrize("head_dim, heads", [(64, 6), (32, 10), (128, 2), (24, 8)])
+    @pytest.mark.parametrize("page_size", [16, 5])
+    def test_bfloat16_caches_of_real_heads(self, implementation, dtype, head_dim, heads, page_size):
+        """Some are read in pairs of numbers, whole pages at a time; others are not."""
+        options = {"head_dim": head_dim, "heads": heads, "dtype": dtype, "cache_dtype": BF16, "page_size": page_size}
+        batch([1, 1, 1, 0], [1, 79, 200, 0], tokens=5, **options).check(implementation, scale=0.1)
+        made = batch([5, 1, 40, 1, 0, 2], [5, 33, 140, 1, 0, 200], tokens=64, **options)
+        made.check(implementation, scale=0.1)
+        made.check(implementation, scale=-0.1, window=45, softcap=1.5)
 
     def test_pages_may_be_shared(self, implementation):
         made = batch([1, 1], [40, 40], tokens=2)

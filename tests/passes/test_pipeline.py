@@ -12,6 +12,7 @@ from jaxserve.passes.insert_paged_kv import InsertPagedKv
 from jaxserve.passes.pipeline import Context, Pass, PassResult, parse_pipeline, run_pipeline, select
 from jaxserve.passes.quantize_matmul import QuantizeMatmul
 from jaxserve.passes.recipes import PASSES, RECIPES, find_recipe, parse_spec
+from jaxserve.passes.roll_layers import RollLayers
 from tests.passes.helpers import trace_tiny
 
 
@@ -141,7 +142,7 @@ def test_options_of_the_real_passes_are_checked_when_parsed(text, message):
 def test_recipes_parse_and_round_trip(name, options):
     passes = parse_spec(find_recipe(name).spec(**options))
     assert parse_spec(",".join(map(str, passes))) == passes
-    assert passes[-1].name == InsertPagedKv.name
+    assert [step.name for step in passes[-2:]] == [InsertPagedKv.name, RollLayers.name]
     quantizes = any(step.name == QuantizeMatmul.name for step in passes)
     assert quantizes == bool(RECIPES[name].scheme or options)
 

@@ -63,19 +63,52 @@ struct Weight {
 };
 
 // How activations are laid out: float32 to meet one output at a time (kernel.inc), or to meet sixteen of them (panel.inc),
-// as bf16 or as whole numbers of kLimbs bytes. The same of int8: to meet one output, or sixteen.
+// as bf16 or as whole numbers of a few bytes, limbs. The same of int8: to meet one output, or sixteen.
 enum class Kind { kRows, kBf16, kLimbs, kByteRows, kBytes };
-constexpr int kLimbs = 3;
+
+// Float32 activations with 8-bit weights, which logits have, are rounded to units of 2^-15 of the largest of their group
+// (1 / (127 * 256), so off by half of it at most); with 4-bit weights to 2^-23 of it, as float32 would have it.
+constexpr int limbs_of(int bits) { return bits == 8 ? 2 : 3; }
+constexpr int kMostLimbs = 3;
+
+// Rows whose numbers lie side by side, one beside the other, for panels: eight, or what is left of all rows.
+constexpr int kSide = 8;
+struct Rows {
+  int64_t first;
+  int count;
+};
 
 // Activations in a layout, and for every row and group of inputs: the sum of x; and of limbs, the size of a unit and where
-// their sums begin. Of int8: the unit of group 0, and where sums begin, or the sum of x where the weight has zero points.
+// their sums begin. Of int8: where sums begin, or the sum of x where the weight has zero points; one unit for all groups.
 struct Activations {
   int64_t rows, padded_groups;
   Kind kind;
   void* x;
-  float* sums;      // [rows, padded groups]
-  float* unit;      // [rows, G]
+  float* sums;      // [rows, G], of kRows [rows, padded groups]
+  float* unit;      // [rows, G], of int8 [rows]
   int32_t* raised;  // [rows, G, limbs]
+
+  // Those to which row `row` belongs.
+  Rows beside(int64_t row) const {
+    const int64_t first = row / kSide * kSide;
+    return {first, static_cast<int>(std::min<int64_t>(rows - first, kSide))};
+  }
+};
+
+// The result [rows, O].
+struct Result {
+  void* y;
+  bool is_bf16;
+  int64_t outputs;
+  int64_t first = 0;  // output that is called 0
+
+  Result from_output(int64_t output) const { return {y, is_bf16, outputs, first + output}; }
+
+  void put(int64_t row, int64_t output, float number) const {
+    const int64_t at = row * outputs + first + output;
+    if (is_bf16) static_cast<uint16_t*>(y)[at] = float_to_bf16(number);
+    else static_cast<float*>(y)[at] = number;
+  }
 };
 
 }  // namespace
@@ -89,6 +122,33 @@ namespace {
 
 Type type_of(ffi::DataType type) {
   return type == ffi::F16 ? Type::kF16 : type == ffi::BF16 ? Type::kBF16 : Type::kF32;
+}
+
+// The product of x [rows, I] with w; `static_unit` is that of int8 activations, where it is given.
+void multiply(const Weight& w, const void* x, bool is_bf16, const float* static_unit, int64_t rows, const Result& y) {
+  const int64_t padded_groups = round_up(w.groups, 16);
+  const Kind kind = JAXSERVE_DISPATCH(kind_of, w, is_bf16);
+  // Scratch: x, a row of it in float32 for each thread, and what belongs to its groups.
+  Team& team = Team::get();
+  const int64_t x_floats = rows * std::max(w.groups * w.padded_group(), w.columns() * w.column());
+  const int64_t floats = x_floats + team.size() * w.inputs + rows * (padded_groups + (kMostLimbs + 1) * w.groups);
+  float* const memory = static_cast<float*>(Team::scratch(floats * sizeof(float), 0));
+  float* const wide = memory + x_floats;
+  float* const sums = wide + team.size() * w.inputs;
+  float* const unit = sums + rows * padded_groups;
+  auto* const raised = reinterpret_cast<int32_t*>(unit + rows * w.groups);
+  const Activations a{rows, padded_groups, kind, memory, sums, unit, raised};
+
+  // Rows that lie side by side are laid out by one thread: two would take lines of memory from each other.
+  team.each((rows + kSide - 1) / kSide, [&](int64_t some, int thread) {
+    for (int64_t row = kSide * some; row < std::min(kSide * (some + 1), rows); ++row) {
+      JAXSERVE_DISPATCH(lay_out, w, x, is_bf16, static_unit, row, a, wide + thread * w.inputs);
+    }
+  });
+  // Whole panels, several at a time.
+  team.ranges((w.outputs + 15) / 16, 4, [&](int64_t first, int64_t last, int) {
+    JAXSERVE_DISPATCH(outputs, w, a, 16 * first, std::min(16 * last, w.outputs), y);
+  });
 }
 
 ffi::Error quantized_matmul(ffi::BufferR0<ffi::S32> layer, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
@@ -136,37 +196,8 @@ ffi::Error quantized_matmul(ffi::BufferR0<ffi::S32> layer, ffi::AnyBuffer x, ffi
   if (w.panels && (outputs % 16 || inputs % w.column())) return invalid("quantized_matmul: the weight cannot lie in panels");
   w = w.from_output(at * outputs);
 
-  const int64_t rows = x.element_count() / inputs, padded_groups = round_up(w.groups, 16);
-  const bool is_bf16 = x.element_type() == ffi::BF16, direct = y->element_type() == ffi::F32;
-  const Kind kind = JAXSERVE_DISPATCH(kind_of, w, is_bf16);
-  // Scratch: x, a row of it in float32 for each thread, what belongs to its groups, and the result if it is to be rounded.
-  Team& team = Team::get();
-  const int64_t x_floats = rows * std::max(w.groups * w.padded_group(), w.columns() * w.column());
-  const int64_t floats = x_floats + team.size() * inputs + rows * (padded_groups + (kLimbs + 1) * w.groups) + (direct ? 0 : rows * outputs);
-  float* const memory = static_cast<float*>(Team::scratch(floats * sizeof(float), 0));
-  float* const wide = memory + x_floats;
-  float* const sums = wide + team.size() * inputs;
-  float* const unit = sums + rows * padded_groups;
-  float* const raised = unit + rows * w.groups;
-  const Activations a{rows, padded_groups, kind, memory, sums, unit, reinterpret_cast<int32_t*>(raised)};
-  float* const result = direct ? static_cast<float*>(y->untyped_data()) : raised + rows * kLimbs * w.groups;
-
-  auto lay_out = [&](int64_t row, int thread) {
-    JAXSERVE_DISPATCH(lay_out, w, x.untyped_data(), is_bf16, static_unit, row, a, wide + thread * inputs);
-  };
-  if (rows < 4) {
-    for (int64_t row = 0; row < rows; ++row) lay_out(row, 0);
-  } else {
-    team.each(rows, lay_out);
-  }
-  // Whole panels, several at a time.
-  team.ranges((outputs + 15) / 16, 8, [&](int64_t first, int64_t last, int) {
-    JAXSERVE_DISPATCH(outputs, w, a, 16 * first, std::min(16 * last, outputs), result);
-  });
-  if (!direct) {
-    uint16_t* to = static_cast<uint16_t*>(y->untyped_data());
-    for (int64_t i = 0; i < rows * outputs; ++i) to[i] = float_to_bf16(result[i]);
-  }
+  multiply(w, x.untyped_data(), x.element_type() == ffi::BF16, static_unit, x.element_count() / inputs,
+           Result{y->untyped_data(), y->element_type() == ffi::BF16, outputs});
   return ffi::Error::Success();
 }
 

@@ -46,7 +46,7 @@ def test_a_row_has_the_same_bytes_alone_and_among_others(format, activation, dty
     options = {"format": format, "shape": tensor.shape, "out_dtype": F32, "activation": activation}
     options["layout"] = "panels" if panels else None
     together = np.asarray(quantized_matmul(x, *arrays, **options))
-    for rows in (1, 2, 5, 15, 32):
+    for rows in (*range(1, 9), 15, 16, 32):
         some = np.asarray(quantized_matmul(x[-rows:], *arrays, **options))
         assert some.tobytes() == together[-rows:].tobytes()
 

@@ -66,10 +66,9 @@ struct Weight {
 // as bf16 or as whole numbers of a few bytes, limbs. The same of int8: to meet one output, or sixteen.
 enum class Kind { kRows, kBf16, kLimbs, kByteRows, kBytes };
 
-// Float32 activations with 8-bit weights, which logits have, are rounded to units of 2^-15 of the largest of their group
-// (1 / (127 * 256), so off by half of it at most); with 4-bit weights to 2^-23 of it, as float32 would have it.
-constexpr int limbs_of(int bits) { return bits == 8 ? 2 : 3; }
-constexpr int kMostLimbs = 3;
+// Bytes of a number: rounded to 2^-23 of the largest of its group, as float32 would have it. Two bytes, 2^-16, move logits
+// by 1e-3 where all weights have 8 bits.
+constexpr int kLimbs = 3;
 
 // Rows whose numbers lie side by side, one beside the other, for panels: eight, or what is left of all rows.
 constexpr int kSide = 8;
@@ -131,7 +130,7 @@ void multiply(const Weight& w, const void* x, bool is_bf16, const float* static_
   // Scratch: x, a row of it in float32 for each thread, and what belongs to its groups.
   Team& team = Team::get();
   const int64_t x_floats = rows * std::max(w.groups * w.padded_group(), w.columns() * w.column());
-  const int64_t floats = x_floats + team.size() * w.inputs + rows * (padded_groups + (kMostLimbs + 1) * w.groups);
+  const int64_t floats = x_floats + team.size() * w.inputs + rows * (padded_groups + (kLimbs + 1) * w.groups);
   float* const memory = static_cast<float*>(Team::scratch(floats * sizeof(float), 0));
   float* const wide = memory + x_floats;
   float* const sums = wide + team.size() * w.inputs;

@@ -208,10 +208,8 @@ def quantized_matmul(
     """y[..., o] = sum_i x[..., i] w[o, i] with w given by `arrays`, the fields of `format` in their order.
 
     w is computed in float32 (see `QuantFormat`) and not rounded; the product is accumulated in float32 and rounded once
-    to `out_dtype` (x's dtype if None). The native kernel for AVX-512 rounds x first where codes have 8 bits: to whole
-    numbers of max |x| / 32512 of the row's group, hence |error| <= 2^-16 max |x| sum |w|, about. `shape` is (O, I).
-    With a `layer`, every array holds that of several layers, [L, ...], and w is that one's. `layout` says in which
-    order the arrays have their numbers (see `layout.py`).
+    to `out_dtype` (x's dtype if None). `shape` is (O, I). With a `layer`, every array holds that of several layers,
+    [L, ...], and w is that one's. `layout` says in which order the arrays have their numbers (see `layout.py`).
 
     With an `activation`, y = s sum_i q[..., i] w[o, i] where q stands for x / s, in float32:
 

@@ -144,20 +144,7 @@ class TestQuantizedMatmul:
         tensor, expected = weight(format)
         x = normal(0, *rows, 80)
         found = compute(implementation, quantized_matmul, x, *tensor.arrays.values(), format=format, shape=tensor.shape)
-        assert_close(found, wide(x) @ expected.T, F32, f32=1e-4 if format.bits == 8 else 2e-6)
-
-    @pytest.mark.parametrize("format", [format for format in FORMATS if format.bits == 8], ids=str)
-    def test_8_bit_weights_take_activations_of_16_bits(self, implementation, format):
-        """Off by no more than half a unit, 2^-15 of the largest of its group, in every number of x."""
-        tensor, expected = weight(format)
-        x, group = normal(0, 5, 80), format.group_size(80)
-        x[:, ::7] *= 100
-        x[2], x[3, 40:] = 0, 0
-        found = compute(implementation, quantized_matmul, x, *tensor.arrays.values(), format=format, shape=tensor.shape)
-        largest = np.stack([np.abs(wide(x)[:, i // group * group :][:, :group]).max(axis=1) for i in range(80)], axis=1)
-        products = np.abs(wide(x)) @ np.abs(expected).T
-        bound = largest @ np.abs(expected).T / (2 * 127 * 256) + 2e-6 * products
-        assert (np.abs(found - wide(x) @ expected.T) <= bound).all()
+        assert_close(found, wide(x) @ expected.T, F32)
 
     @formats
     def test_bf16_activations_leave_the_weight_exact(self, implementation, format):

@@ -140,8 +140,7 @@ ffi::Error paged_attention(ffi::BufferR0<ffi::S32> layer_index, ffi::AnyBuffer q
   }
 
   const bool wide = q.element_type() == ffi::F32;
-  // Pairs need an even number of vectors at a time in mix_values, which heads of 32 and 96 need not give.
-  const bool pairs = keys.store == Store::kBF16 && shape[2] % 64 == 0, narrow_dots = pairs && !wide && isa() == Isa::kAvx512;
+  const bool pairs = keys.store == Store::kBF16 && shape[2] % 32 == 0, narrow_dots = pairs && !wide && isa() == Isa::kAvx512;
   const Call call{q.untyped_data(), o->untyped_data(), wide, pairs, narrow_dots, shape[1] / pool.heads, keys, values, scale, softcap, window};
   thread_local std::vector<Tile> tiles;  // kept, so that a call allocates nothing
   tiles.clear();

@@ -44,8 +44,9 @@ def batch(
     form=None,
     width=None,
     spare=3,
+    order=None,
 ):
-    """Rows in pages of random order; whatever no row owns is NaN (or any code), and unused table entries are nonsense.
+    """Rows in pages of random order, or in that of `order`; whatever no row owns is NaN (or any code), and unused table entries are nonsense.
 
     `form` names a format in which keys and values are kept; the contexts are then what its codes stand for.
     """
@@ -53,7 +54,7 @@ def batch(
     cache_dtype = cache_dtype or dtype
     used = [-(-context // page_size) for context in contexts]
     width = width or max(1, *used) + 2
-    free = rng.permutation(sum(used) + spare)
+    free = rng.permutation(sum(used) + spare) if order is None else np.array(order)
     caches = [unwritten(KV_FORMATS.get(form or ""), cache_dtype, len(free), page_size, head_dim) for _ in range(2)]
     tables = rng.choice(np.array([-7, -1, 0, 10**6, free[-1]], np.int32), (len(counts), width))
     contents = [], []
@@ -170,6 +171,11 @@ class TestPagedAttention:
         made = batch([5, 1, 40, 1, 0, 2], [5, 33, 140, 1, 0, 200], tokens=64, **options)
         made.check(implementation, scale=0.1)
         made.check(implementation, scale=-0.1, window=45, softcap=1.5)
+
+    def test_small_pages_between_two_that_stand_apart_as_if_they_were_one(self, implementation):
+        """Positions 0 and 15 are 15 slots apart, and those between them are elsewhere."""
+        options = {"head_dim": 64, "cache_dtype": BF16, "page_size": 4, "order": [0, 5, 6, 3, 1, 2, 4]}
+        batch([1], [16], tokens=1, **options).check(implementation, scale=0.2)
 
     def test_pages_may_be_shared(self, implementation):
         made = batch([1, 1], [40, 40], tokens=2)

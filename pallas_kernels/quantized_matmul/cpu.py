@@ -24,7 +24,7 @@ def kernel(
     shape: tuple[int, int],
     out_dtype: str,
     activation: str | None,
-    layer: int | None,
+    layer: int | str | None,
     layout: str | None,
 ) -> Callable[..., jax.Array] | Refusal:
     """The native kernel for this call, which adds up every row in one order, whatever it is batched with."""

@@ -58,10 +58,13 @@ class DistillOptions:
     seed: int = 0
     save_every: int = 50
 
-    def identity(self) -> dict[str, Any]:
-        """What must be the same for training to go on where it was: all that decides the numbers."""
+    def identity(self) -> str:
+        """What must be the same for training to go on where it was, in JSON: all that decides the numbers."""
         values = dataclasses.asdict(self)
-        return {name: str(value) for name, value in values.items() if name not in ("output", "minutes", "save_every")}
+        deciding = {
+            name: str(value) for name, value in values.items() if name not in ("output", "minutes", "save_every")
+        }
+        return json.dumps(deciding, indent=1, sort_keys=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +94,7 @@ class Rows:
         return Batch.of(self.ids[numbers], self.wanted[numbers], self.most_wanted)
 
     def save(self, path: pathlib.Path) -> None:
-        part = path.with_suffix(".part.npz")  # renamed when whole: the run may be killed meanwhile
-        np.savez(part, ids=self.ids, wanted=self.wanted, kinds=np.array(self.kinds))
-        part.rename(path)
+        np.savez(path, ids=self.ids, wanted=self.wanted, kinds=np.array(self.kinds))
 
     @classmethod
     def load(cls, path: pathlib.Path) -> "Rows":
@@ -112,9 +113,10 @@ def distill(options: DistillOptions, report: Reporter) -> dict[str, Any]:
     layers = checkpoint.config.layers
     if not 1 <= options.layers < layers:
         raise UserError(f"--layers {options.layers} is not between 1 and {layers - 1}; the model has {layers} layers")
-    training = _open_training(options)
-    if not (training / "rows.npz").exists():
-        _make_rows(options, checkpoint, report).save(training / "rows.npz")
+    training = options.output / TRAINING
+    _check_output(options, training)
+    if not training.exists():
+        _open_training(options, training, _make_rows(options, checkpoint, report))
     rows = Rows.load(training / "rows.npz")
     student, fixed, params = Student.cut(checkpoint, options.layers, options.dtype)
     hf_fields(student.config)  # before the work is done
@@ -141,27 +143,37 @@ def distill(options: DistillOptions, report: Reporter) -> dict[str, Any]:
     }
 
 
-def _open_training(options: DistillOptions) -> pathlib.Path:
-    """The folder of what a run keeps to go on; UserError when the output is taken, or by a run with other options."""
-    training = options.output / TRAINING
-    identity = json.dumps(options.identity(), indent=1, sort_keys=True)
-    if not training.exists():
-        if options.output.exists() and any(options.output.iterdir()):
-            raise UserError(f"-o {options.output} exists and is not empty; name another folder")
-        training.mkdir(parents=True)
-        (training / "options.json").write_text(identity)
-    known = training / "options.json"
-    if not known.exists() or known.read_text() != identity:
-        raise UserError(
-            f"-o {options.output} holds an unfinished run with other options; give the same ones, or another folder"
-        )
-    return training
+def _check_output(options: DistillOptions, training: pathlib.Path) -> None:
+    """UserError when the output is taken, or by a run with other options."""
+    if training.exists():
+        if (training / "options.json").read_text() != options.identity():
+            raise UserError(
+                f"-o {options.output} holds an unfinished run with other options; give the same ones, or another folder"
+            )
+    elif options.output.exists() and {path.name for path in options.output.iterdir()} - {_part(training).name}:
+        raise UserError(f"-o {options.output} exists and is not empty; name another folder")
+
+
+def _open_training(options: DistillOptions, training: pathlib.Path, rows: Rows) -> None:
+    """Makes the folder of what a run keeps to go on, whole or not at all: the run may be killed meanwhile."""
+    part = _part(training)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    rows.save(part / "rows.npz")
+    (part / "options.json").write_text(options.identity())
+    part.rename(training)
+
+
+def _part(training: pathlib.Path) -> pathlib.Path:
+    return training.with_suffix(".part")
 
 
 # ---- what to train on
 
 
 def _make_rows(options: DistillOptions, checkpoint: Checkpoint, report: Reporter) -> Rows:
+    if options.batch < 1:
+        raise UserError(f"--batch {options.batch} is less than 1")
     if not 2 <= options.length <= checkpoint.config.max_positions:
         raise UserError(f"--length {options.length} is not between 2 and {checkpoint.config.max_positions}")
     if (options.text is None) == (options.prompts is None):

@@ -94,6 +94,7 @@ def test_a_time_limit_ends_training(tmp_path, stories_model, text):
     ("changes", "message"),
     [
         (dict(layers=5), "--layers 5 is not between 1 and 4"),
+        (dict(batch=0), "--batch 0 is less than 1"),
         (dict(length=1), "--length 1 is not between 2 and 512"),
         (dict(length=512), "there is too little to train on: 1 sequences of 512 tokens"),
         (dict(text=None), "either --text FILE or --prompts FILE"),
@@ -106,6 +107,7 @@ def test_what_cannot_work_is_refused(tmp_path, stories_model, text, changes, mes
     given = {"text": short} | changes
     with pytest.raises(UserError, match=message):
         distill(options(stories_model, given.pop("text"), tmp_path / "draft", **given), Reporter(quiet=True))
+    assert not (tmp_path / "draft").exists()  # so that the same folder can be named again
 
 
 def test_a_folder_that_is_taken_is_left_alone(tmp_path, stories_model, text, capsys):

@@ -116,6 +116,7 @@ class Op:
     def unregister(self, platform: str, name: str) -> None:
         """Removes a kernel that `register` added."""
         del self._kernels[platform][name]
+        self._takes_traced.discard((platform, name))
 
     def kernel(self, platform: str, name: str) -> Kernel:
         """The kernel registered under a name; KeyError if there is none."""

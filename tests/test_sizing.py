@@ -5,24 +5,13 @@ import json
 import pytest
 
 from jaxserve.cli import main
+from jaxserve.gpu_steps import MODELS
 from jaxserve.models.config import ModelConfig
 from jaxserve.roofline import Cost, count, decode_load, prefill_load, roofline
 from jaxserve.sizing import kv_bytes_per_token, recommend, rewritten_graph, size_model, weight_bytes
 from jaxserve.targets import GPUS, H100_SXM
 
-LLAMA2_7B = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "intermediate_size": 11008,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
+LLAMA2_7B = MODELS["llama-2-7b"]
 LINEAR = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)  # weights of the layers' matmuls
 EMBEDDING, HEAD, NORMS = 4 * 32000 * 4096, 2 * 32000 * 4096, 4 * 65 * 4096  # their bytes: f32, bf16, f32
 

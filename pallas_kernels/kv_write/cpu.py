@@ -13,7 +13,7 @@ from jaxserve.pallas_kernels.kv_write.op import OP
 FLOATS = ("float32", "bfloat16")
 
 
-def kernel(*operands: Any, format: KvFormat | None, layer: int | None) -> Callable[..., Any] | Refusal:
+def kernel(*operands: Any, format: KvFormat | None, layer: int | str | None) -> Callable[..., Any] | Refusal:
     """The native kernel for this call; XLA copies the caches first where they are not donated."""
     *caches, k, _, slots = operands
     if k.dtype.name not in FLOATS or (format is None and caches[0].dtype.name not in FLOATS) or slots.shape[0] == 0:

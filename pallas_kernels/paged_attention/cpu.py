@@ -22,7 +22,7 @@ def kernel(
     window: int | None,
     softcap: float | None,
     format: KvFormat | None,
-    layer: int | None,
+    layer: int | str | None,
 ) -> Callable[..., jax.Array] | Refusal:
     """The native kernel for this call: one token's heads at a time, so that a token's result depends on no other."""
     if q.dtype.name not in FLOATS or (format is None and k.dtype.name not in FLOATS):

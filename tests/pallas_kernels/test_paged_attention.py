@@ -46,7 +46,8 @@ def batch(
     spare=3,
     order=None,
 ):
-    """Rows in pages of random order, or in that of `order`; whatever no row owns is NaN (or any code), and unused table entries are nonsense.
+    """Rows in pages of random order, or in that of `order`; whatever no row owns is NaN (or any code), and unused table
+    entries are nonsense.
 
     `form` names a format in which keys and values are kept; the contexts are then what its codes stand for.
     """

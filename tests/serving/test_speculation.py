@@ -203,7 +203,7 @@ def test_what_is_counted():
 
 def proposed(tokens, count=5):
     proposer, seq = NgramProposer(), sequence(tokens)
-    return proposer.propose({seq: count}).get(seq, [])
+    return proposer.propose({seq: count})[seq]
 
 
 def test_the_latest_longest_match_goes_on():
@@ -250,46 +250,6 @@ def test_extending_bit_by_bit_equals_all_at_once():
         bits.tokens = tokens[:end]
         proposer.rates(bits)
     assert proposer.propose({bits: 15})[bits] == proposer.propose({whole: 15})[whole]
-
-
-def ended(proposer, tokens, prompt_len, extras=b""):
-    """A sequence that was followed to its end."""
-    seq = sequence(tokens, prompt_len)
-    seq.extras = extras
-    proposer.rates(seq)
-    proposer.forget(seq)
-
-
-def test_earlier_answers_go_on_where_the_sequence_itself_says_nothing():
-    proposer = NgramProposer()
-    ended(proposer, [9, 9, 1, 2, 3, 4, 5], 2)
-    seq, here = sequence([7, 8, 2, 3]), sequence([7, 2, 3, 8, 1, 2, 3])
-    assert proposer.propose({seq: 5})[seq] == [4, 5], "as far as the answer went"
-    assert len(proposer.rates(seq)) == 2 < len(proposer.rates(here))
-    assert proposer.propose({here: 1})[here] == [8], "the sequence itself is likelier to be right"
-    assert proposer.rates(sequence([7, 9])) == [], "prompts are no answers"
-    for token in (4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4):
-        seq.tokens.append(token)
-        proposer.rates(seq)
-    assert proposer.rates(sequence([6, 2, 3]))[0] > 0.3, "what earlier answers are worth is learned too"
-
-
-def test_salted_requests_share_nothing():
-    proposer = NgramProposer()
-    ended(proposer, [9, 1, 2, 3, 4], 1, extras=b"salt")
-    assert proposer.rates(sequence([7, 2, 3])) == []
-    ended(proposer, [9, 1, 2, 3, 4], 1)
-    salted = sequence([7, 2, 3])
-    salted.extras = b"salt"
-    assert proposer.rates(salted) == [] and proposer.rates(sequence([7, 2, 3]))
-
-
-def test_what_is_kept_of_answers_is_bounded():
-    proposer = NgramProposer()
-    for number in range(4):
-        ended(proposer, list(range(number, number + 20_000)), 1)
-    assert len(proposer._answers.tokens) == 39_998
-    assert proposer.rates(sequence([7, 10_000, 10_001])), "a match in what is left"
 
 
 def test_row_sizes_are_those_of_limits():

@@ -6,7 +6,8 @@ Import modules of an op's folder with `from`: the function of the same name hide
 import jaxserve.pallas_kernels._cuda
 import jaxserve.pallas_kernels.kv_write.cpu
 import jaxserve.pallas_kernels.paged_attention.cpu
-import jaxserve.pallas_kernels.quantized_matmul.cpu  # noqa: F401  (kernels register themselves)
+import jaxserve.pallas_kernels.quantized_matmul.cpu
+import jaxserve.pallas_kernels.sample_logits.cpu  # noqa: F401  (kernels register themselves)
 from jaxserve.pallas_kernels._op import OPS, Choice, Kernel, Op, Refusal
 from jaxserve.pallas_kernels.attention.op import attention
 from jaxserve.pallas_kernels.dense_matmul.op import dense_matmul
@@ -20,6 +21,7 @@ from jaxserve.pallas_kernels.quantized_take.op import quantized_take
 from jaxserve.pallas_kernels.rms_norm.op import rms_norm
 from jaxserve.pallas_kernels.rope.op import rope
 from jaxserve.pallas_kernels.rope.spec import LinearScaling, Llama3Scaling, RopeSpec
+from jaxserve.pallas_kernels.sample_logits.op import sample_logits
 
 __all__ = [
     "KV_FORMATS",
@@ -44,5 +46,6 @@ __all__ = [
     "quantized_take",
     "rms_norm",
     "rope",
+    "sample_logits",
     "unpack_int4",
 ]

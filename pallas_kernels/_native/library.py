@@ -16,7 +16,12 @@ from jaxserve.pallas_kernels._op import TRACED
 ISAS = ("generic", "avx2", "avx512")
 
 # The targets of our custom calls in StableHLO, each a handler of this name in the library.
-CUSTOM_CALLS = ("jaxserve_kv_write", "jaxserve_paged_attention", "jaxserve_quantized_matmul")
+CUSTOM_CALLS = (
+    "jaxserve_kv_write",
+    "jaxserve_paged_attention",
+    "jaxserve_quantized_matmul",
+    "jaxserve_sample_logits",
+)
 
 
 @functools.cache

@@ -116,3 +116,43 @@ def dequantize_kv(arrays: tuple[np.ndarray, ...], form: str) -> np.ndarray:
         codes = codes.view(ml_dtypes.float8_e4m3fn)
     wide = codes.astype(np.float64) * scale[..., None].astype(np.float64)
     return wide + minimum[0][..., None].astype(np.float64) if minimum else wide
+
+
+def kept_tokens(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Allowed set of one row by sorting, in float64; and the mass above each token, to tell what is on the border."""
+    logits = logits.astype(np.float64)
+    kept = logits >= np.sort(logits)[::-1][(top_k or len(logits)) - 1]
+    weights = np.where(kept, np.exp((logits - logits.max()) / temperature), 0)
+    probs = weights / weights.sum()
+    order = np.argsort(-logits, kind="stable")
+    before = np.concatenate([[0], np.cumsum(probs[order])[:-1]])
+    above = np.empty_like(probs)
+    for i, token in enumerate(order):  # tied tokens all have the mass above the first of them
+        tied = i and logits[token] == logits[order[i - 1]]
+        above[token] = above[order[i - 1]] if tied else before[i]
+    if top_p < 1:
+        kept &= above < top_p
+    return kept & (probs >= min_p * probs.max() * (1 - 1e-6)), above
+
+
+def sample_logits(
+    logits: np.ndarray, words: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> int:
+    """The token of one row; words: its key folded by its position."""
+    logits = logits.astype(np.float64)
+    if temperature == 0 or top_k == 1:
+        return int(logits.argmax())
+    temperature = max(temperature, 1e-20)
+    kept, _ = kept_tokens(logits, temperature, min(top_k, len(logits)), top_p, min_p)
+    ids = np.arange(len(logits), dtype=np.uint32)
+    u = ((_mix_bits(_mix_bits(words[0] + ids) ^ words[1]) >> 9) + 0.5) / 2**23
+    return int(np.where(kept, np.exp((logits - logits.max()) / temperature) / -np.log(u), -1).argmax())
+
+
+def _mix_bits(x: np.ndarray) -> np.ndarray:
+    """Wellons' lowbias32."""
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(15))

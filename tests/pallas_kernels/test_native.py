@@ -30,6 +30,8 @@ CALLS = (
     (QuantFormat(4, 32, "zero", "float32", level2="channel"), "int8"),
 )
 
+KERNELS = ("matmul", "kv_write", "paged_attention", "sample_logits", "native")  # their files of tests
+
 pytestmark = pytest.mark.skipif(not is_available(), reason=describe())
 
 
@@ -118,14 +120,14 @@ def test_another_build_that_is_not_there_is_an_error(tmp_path):
 @pytest.mark.parametrize(("isa", "threads"), [("avx2", "1"), ("generic", "2")])
 def test_every_instruction_set_and_team(isa, threads):
     """The same tests in a process that may use less of the machine."""
-    files = [f"tests/pallas_kernels/test_{name}.py" for name in ("matmul", "kv_write", "paged_attention", "native")]
+    files = [f"tests/pallas_kernels/test_{name}.py" for name in KERNELS]
     command = [
         sys.executable,
         "-m",
         "pytest",
         "-q",
         "-k",
-        "(native and (Quantized or Kv or Paged)) or (every_company and (bfloat16 or int8))",
+        "(native and (Quantized or Kv or Paged or Sample)) or (every_company and (bfloat16 or int8))",
         "-p",
         "no:cacheprovider",
         *files,

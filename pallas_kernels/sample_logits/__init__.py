@@ -1,0 +1,1 @@
+"""Choosing a token from each row of logits."""

@@ -34,14 +34,9 @@ class Run(NamedTuple):
     calls: list[Calls]
 
 
-async def decode(engine: Engine, vocab: int, sizes: tuple[int, int, int]) -> Run:
-    """Some requests while all of them decode.
-
-    sizes: requests at once, tokens of their prompts and of their outputs.
-    """
-    concurrency, prompt, output = sizes
+async def decode(engine: Engine, vocab: int, concurrency: int, prompt: int, params: SamplingParams) -> Run:
+    """Some requests at once, with prompts of so many tokens, while all of them decode."""
     rng = np.random.default_rng(0)
-    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
     started: collections.Counter[int] = collections.Counter()
     all_started, one_ended = asyncio.Event(), asyncio.Event()
 
@@ -84,16 +79,19 @@ def main() -> None:
     parser.add_argument("--prefill", default="", help="lengths of prompts, comma separated")
     parser.add_argument("--prompt-len", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
 
     session = Session(options.artifact, LowerLimits(), print)
     session.runner.warmup()
     size = session.manifest.sizes.weight_bytes
+    params = SamplingParams(max_tokens=options.output_len, temperature=options.temperature, top_p=options.top_p, ignore_eos=True)
     runs = []
     for concurrency in map(int, filter(None, options.concurrency.split(","))):
-        sizes = concurrency, options.prompt_len, options.output_len
-        runs.append((f"{concurrency} at once", functools.partial(decode, sizes=sizes)))
+        run = functools.partial(decode, concurrency=concurrency, prompt=options.prompt_len, params=params)
+        runs.append((f"{concurrency} at once", run))
     for length in map(int, filter(None, options.prefill.split(","))):
         runs.append((f"a prompt of {length}", functools.partial(prefill, prompt=length)))
     for name, run in runs:

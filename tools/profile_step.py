@@ -87,7 +87,9 @@ def main() -> None:
     session = Session(options.artifact, LowerLimits(), print)
     session.runner.warmup()
     size = session.manifest.sizes.weight_bytes
-    params = SamplingParams(max_tokens=options.output_len, temperature=options.temperature, top_p=options.top_p, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=options.output_len, temperature=options.temperature, top_p=options.top_p, ignore_eos=True
+    )
     runs = []
     for concurrency in map(int, filter(None, options.concurrency.split(","))):
         run = functools.partial(decode, concurrency=concurrency, prompt=options.prompt_len, params=params)

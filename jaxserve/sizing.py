@@ -14,9 +14,8 @@ from jaxserve.lowering import specs_of, stored_forms, trace_model
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.resolve import resolve
 from jaxserve.pallas_kernels._shapes import size
-from jaxserve.passes.choose_layout import ChooseLayout
 from jaxserve.passes.graph import Graph, Stored
-from jaxserve.passes.pipeline import Context, KvGeometry, Pass, run_pipeline
+from jaxserve.passes.pipeline import Context, KvGeometry, Pass, run_pipeline, without_cpu_only
 from jaxserve.passes.recipes import find_recipe, parse_spec
 from jaxserve.roofline import ROWS, TOKENS, Roofline, count, decode_load, prefill_load, roofline
 from jaxserve.targets import Gpu
@@ -95,9 +94,10 @@ def rewritten_graph(config: ModelConfig, stored: dict[str, Stored], recipe: str)
 
 def small_graph(config: ModelConfig, stored: Mapping[str, Stored], passes: Sequence[Pass]) -> Graph:
     """The graph that passes make of a model, at the sizes that `count` wants."""
-    passes = [step for step in passes if not isinstance(step, ChooseLayout)]  # that is for CPU kernels
     graph = trace_model(config, TOKENS, ROWS, stored)
-    return run_pipeline(graph, passes, Context(KvGeometry(num_pages=8, pages_per_seq=4, seqs=ROWS))).graph
+    return run_pipeline(
+        graph, without_cpu_only(passes), Context(KvGeometry(num_pages=8, pages_per_seq=4, seqs=ROWS))
+    ).graph
 
 
 def pool_tokens(graph: Graph, gpu: Gpu) -> int:

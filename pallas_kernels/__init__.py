@@ -4,13 +4,18 @@ Import modules of an op's folder with `from`: the function of the same name hide
 """
 
 import jaxserve.pallas_kernels._cuda
+import jaxserve.pallas_kernels.add_rms_norm.cpu
+import jaxserve.pallas_kernels.gated_activation.cpu
 import jaxserve.pallas_kernels.kv_write.cpu
 import jaxserve.pallas_kernels.paged_attention.cpu
 import jaxserve.pallas_kernels.quantized_matmul.cpu
+import jaxserve.pallas_kernels.rms_norm.cpu
 import jaxserve.pallas_kernels.sample_logits.cpu  # noqa: F401  (kernels register themselves)
 from jaxserve.pallas_kernels._op import OPS, Choice, Kernel, Op, Refusal
+from jaxserve.pallas_kernels.add_rms_norm.op import add_rms_norm
 from jaxserve.pallas_kernels.attention.op import attention
 from jaxserve.pallas_kernels.dense_matmul.op import dense_matmul
+from jaxserve.pallas_kernels.gated_activation.op import gated_activation
 from jaxserve.pallas_kernels.kv_write.format import KV_FORMATS, KvFormat
 from jaxserve.pallas_kernels.kv_write.op import kv_write
 from jaxserve.pallas_kernels.paged_attention.op import paged_attention
@@ -36,8 +41,10 @@ __all__ = [
     "QuantizedTensor",
     "Refusal",
     "RopeSpec",
+    "add_rms_norm",
     "attention",
     "dense_matmul",
+    "gated_activation",
     "kv_write",
     "pack_int4",
     "paged_attention",

@@ -31,6 +31,7 @@ class ChooseLayout(Pass):
 
     name: ClassVar[str] = "choose-layout"
     keeps_numbers: ClassVar[bool] = True
+    cpu_only: ClassVar[bool] = True
 
     def run(self, graph: Graph, context: Context) -> PassResult:
         del context

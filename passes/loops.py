@@ -178,14 +178,18 @@ def _layer(graph: Graph, eqn: JaxprEqn) -> int | None:
     return first if whole and end == first + 1 and set(eqn.params["strides"] or (1,)) == {1} else None
 
 
+def params_of_any_layer(graph: Graph, eqn: JaxprEqn) -> list[tuple[str, str]]:
+    """The parameters of an equation as text, but for those that say which layer of several it reads."""
+    names = set(eqn.params)
+    if _layer(graph, eqn) is not None:
+        names -= {"layer", "start_indices", "limit_indices"}
+    return [(name, str(eqn.params[name])) for name in sorted(names)]
+
+
 def _signature(graph: Graph, eqn: JaxprEqn) -> Any:
     """What two equations of one kind have in common, but for the layer that they read."""
-    params = dict(eqn.params)
-    if _layer(graph, eqn) is not None:
-        for name in ("layer", "start_indices", "limit_indices"):
-            params.pop(name, None)
     specs = [str(spec_of(atom)) for atom in (*eqn.invars, *eqn.outvars)]
-    return eqn.primitive.name, str(sorted(params.items(), key=lambda item: item[0])), *specs
+    return eqn.primitive.name, str(params_of_any_layer(graph, eqn)), *specs
 
 
 def _value(atom: Atom, known: Values) -> Any:

@@ -63,12 +63,14 @@ class Pass:
     """A named rewrite. Subclasses are frozen dataclasses; their fields are the options of the text form.
 
     `adds_outputs` declares that the pass appends outputs (caches). `keeps_numbers` declares that its weights give the
-    same activations as before up to float rounding, so that calibration need not compute them again.
+    same activations as before up to float rounding, so that calibration need not compute them again. `cpu_only` says
+    that it serves the native CPU kernels: it is left out for other targets.
     """
 
     name: ClassVar[str]
     adds_outputs: ClassVar[bool] = False
     keeps_numbers: ClassVar[bool] = False
+    cpu_only: ClassVar[bool] = False
 
     def run(self, graph: Graph, context: Context) -> PassResult:
         raise NotImplementedError
@@ -129,6 +131,11 @@ def select(passes: Sequence[Pass], disabled: Sequence[str] = (), stop_after: str
     if stop_after:
         passes = passes[: names.index(stop_after) + 1]
     return tuple(step for step in passes if step.name not in disabled)
+
+
+def without_cpu_only(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes that other targets than CPUs want, too."""
+    return tuple(step for step in passes if not step.cpu_only)
 
 
 _TOKEN = re.compile(r"(?P<name>[A-Za-z][\w.-]*)|(?P<punct>[{},=])|'(?P<quoted>(?:[^']|'')*)'|(?P<value>[^\s{},=']+)")

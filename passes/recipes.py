@@ -6,6 +6,8 @@ from jaxserve.errors import UserError
 from jaxserve.passes.canonicalize import Canonicalize
 from jaxserve.passes.choose_layout import ChooseLayout
 from jaxserve.passes.fold_scales import FoldScales
+from jaxserve.passes.fuse_epilogue import FuseEpilogue
+from jaxserve.passes.fuse_norm import FuseNorm
 from jaxserve.passes.fuse_projections import FuseGateUp, FuseQkv
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
 from jaxserve.passes.lower_dense_matmul import LowerDenseMatmul
@@ -21,7 +23,7 @@ PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
         *(Canonicalize, LowerDenseMatmul, Prune, FoldScales, SmoothAttention, FuseQkv, FuseGateUp, QuantizeMatmul),
-        *(NarrowMatmul, ChooseLayout, StackLayers, InsertPagedKv, RollLayers),
+        *(NarrowMatmul, ChooseLayout, StackLayers, FuseNorm, FuseEpilogue, InsertPagedKv, RollLayers),
     )
 }
 
@@ -71,7 +73,7 @@ class Recipe:
             steps.append("narrow-matmul")
         if all_rules:
             steps.append("choose-layout")
-        steps.append("stack-layers")
+        steps += ["stack-layers", "fuse-norm", "fuse-epilogue"]
         steps.append(f"insert-paged-kv{{page={page},kv={kv or self.kv or activations}}}")
         if loops:
             steps.append("roll-layers")

@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve._compat import Atom, JaxprEqn, Literal, Var, check_jaxpr, jaxpr_as_fun, spec_of
 from jaxserve.passes import statistics
 from jaxserve.passes.graph import Graph
+from jaxserve.passes.loops import params_of_any_layer
 from jaxserve.passes.pipeline import Stage
 from jaxserve.passes.rewrite import Replaced, Values
 from jaxserve.passes.statistics import Statistic
@@ -219,7 +220,7 @@ def _signature(before: Graph, stage: Stage, replaced: Replaced) -> str:
 
     lines = [str(stage.step), str(replaced.tolerance), ",".join(map(name, replaced.match.operands))]
     for eqn in _in_order(before, replaced.match.eqns):
-        params = sorted((key, str(value)) for key, value in eqn.params.items())
+        params = params_of_any_layer(before, eqn)
         lines.append(f"{list(map(name, eqn.outvars))} = {eqn.primitive.name} {list(map(name, eqn.invars))} {params}")
     return "\n".join([*lines, ",".join(map(name, replaced.new_operands))])
 

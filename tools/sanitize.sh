@@ -12,7 +12,8 @@ include=$($python -c 'import jax.ffi; print(jax.ffi.include_dir())')
 ${CXX:-g++} -std=c++17 -O1 -g -fPIC -shared -fsanitize=address,undefined -fno-sanitize-recover=all -Wno-psabi \
   -isystem "$include" pallas_kernels/*/*.cc -o "$folder/kernels.so"
 
-[ $# -gt 0 ] || set -- tests/pallas_kernels/test_native.py tests/pallas_kernels/test_sample_logits.py
+tests=tests/pallas_kernels
+[ $# -gt 0 ] || set -- $tests/test_native.py $tests/test_sample_logits.py $tests/test_rms_norm.py $tests/test_gated_activation.py
 
 # Python is not built for a sanitizer, so its runtime is loaded first; what Python never frees is no leak of ours.
 LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so)" \

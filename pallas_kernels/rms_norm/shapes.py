@@ -14,7 +14,7 @@ def cases(dtype: Any) -> list[Case]:
             Case(
                 name,
                 specs=(x, weight),
-                params={"eps": 1e-5, "plus_one": False},
+                params={"eps": 1e-5, "plus_one": False, "out_dtype": None, "layer": None},
                 bytes=size(x, weight, x),
                 flops=4 * work.step_tokens * model.width,
                 fill=lambda rng, specs=(x, weight): tuple(normal(rng, each) for each in specs),

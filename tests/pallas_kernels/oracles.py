@@ -11,6 +11,13 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
 
 
+def gated_activation(x: np.ndarray, activation: str) -> np.ndarray:
+    gate, factor = np.split(x, 2, axis=-1)
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate)) * factor
+    return gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * factor
+
+
 def rope(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, interleaved: bool) -> np.ndarray:
     out = x.copy()
     half = len(inv_freq)

@@ -30,7 +30,10 @@ CALLS = (
     (QuantFormat(4, 32, "zero", "float32", level2="channel"), "int8"),
 )
 
-KERNELS = ("matmul", "kv_write", "paged_attention", "sample_logits", "native")  # their files of tests
+KERNELS = (  # their files of tests
+    *("matmul", "kv_write", "paged_attention", "rms_norm", "gated_activation", "sample_logits"),
+    "native",
+)
 
 pytestmark = pytest.mark.skipif(not is_available(), reason=describe())
 
@@ -127,7 +130,7 @@ def test_every_instruction_set_and_team(isa, threads):
         "pytest",
         "-q",
         "-k",
-        "(native and (Quantized or Kv or Paged or Sample)) or (every_company and (bfloat16 or int8))",
+        "(native and (Quantized or Kv or Paged or Sample or Norm or Gated or company)) or (every_company and (bfloat16 or int8))",
         "-p",
         "no:cacheprovider",
         *files,

@@ -16,8 +16,10 @@ from jaxserve.pallas_kernels import (
     QuantFormat,
     Refusal,
     RopeSpec,
+    add_rms_norm,
     attention,
     dense_matmul,
+    gated_activation,
     kv_write,
     paged_attention,
     quantize_rtn,
@@ -42,8 +44,11 @@ def samples(dtype):
     tables, lengths = np.array([[4, 1], [0, 2]], np.int32), np.array([7, 3], np.int32)
     starts = np.array([0, 1, 3], np.int32)
     draw_options = (np.ones(3, F32), np.array([0, 1, 5], np.int32), np.full(3, 0.9, F32), np.zeros(3, F32))
+    rows = [normal(seed, 3, 8, dtype=dtype) for seed in (0, 1)]
     return {
         "rms_norm": (functools.partial(rms_norm, eps=1e-5), (normal(0, 3, 8, dtype=dtype), normal(1, 8, dtype=dtype))),
+        "add_rms_norm": (functools.partial(add_rms_norm, eps=1e-5), (*rows, normal(2, 8, dtype=dtype))),
+        "gated_activation": (gated_activation, (rows[0],)),
         "rope": (functools.partial(rope, spec=RopeSpec(4, 1e4)), (q, index)),
         "attention": (functools.partial(attention, scale=0.3, window=2), (q, k, v, index, segments)),
         "kv_write": (kv_write, (*caches, k, v, np.array([6, -1, 0], np.int32))),

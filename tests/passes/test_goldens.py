@@ -237,6 +237,72 @@ def layers_that_do_not_stack() -> Graph:
     return dataclasses.replace(graph, inputs=tuple(inputs))
 
 
+def norms_that_share() -> Graph:
+    """A sum that two norms read; a norm whose result is read in two dtypes, as it is, as an output; and one of a sum
+    with a number. A weight that is one row of a stack, and one that is part of a row."""
+
+    def function(v):
+        x, y, w, low = v["x"], v["y"], v["w"], jnp.bfloat16
+        norm = lambda name, x, w: scope(name, lambda: rms_norm(x, w, eps=1e-6))  # noqa: E731
+        h = x + y
+        two = norm("two_dtypes", x, w)
+        return {
+            "h": h * 2.0,
+            "first": norm("first", h, w).astype(low),
+            "second": norm("second", h, jax.lax.index_in_dim(v["stack"], 1, keepdims=False)).astype(low),
+            "number": norm("number", x + 1.0, w).astype(low),
+            "two": two.astype(low) + two.astype(jnp.float16).astype(low),
+            "plain": jnp.sin(norm("plain", x * y, w)),
+            "output": norm("output", h * y, w),
+            "part": norm("part", (x - y)[:, :8], jax.lax.slice(v["stack"], (0, 0), (1, 8))[0]).astype(low),
+        }
+
+    return make_graph(function, {"w": (16,), "stack": (3, 16)}, {**X, "y": (4, 16)})
+
+
+def gemma_norms() -> Graph:
+    """1 + w, and norms after each half of a layer: of a matmul's result, and before the sum."""
+
+    def function(v):
+        x = v["x"]
+        for layer in (0, 1):
+            for half in ("attention", "mlp"):
+                at = f"layers_{layer}/{half}"
+                normal = rms_norm(x, v[f"{at}/before"], eps=1e-6, plus_one=True)
+                y = dense_matmul(normal.astype(jnp.bfloat16), v[f"{at}/kernel"], out_dtype=jnp.float32)
+                x = x + rms_norm(y, v[f"{at}/after"], eps=1e-6, plus_one=True)
+        return x
+
+    halves = [f"layers_{layer}/{half}" for layer in (0, 1) for half in ("attention", "mlp")]
+    norms = {f"{at}/{name}": (16,) for at in halves for name in ("before", "after")}
+    graph = make_graph(function, norms, {**X, **{f"{at}/kernel": spec((16, 16), "bfloat16") for at in halves}})
+    inputs = [dataclasses.replace(entry, kind="param") if "kernel" in entry.path else entry for entry in graph.inputs]
+    return dataclasses.replace(graph, inputs=tuple(inputs))
+
+
+def products_that_are_not_gated_activations() -> Graph:
+    """Halves in the other order, of two arrays, of unequal parts, with a bias; an activation that is also an output;
+    another activation. And a product that is read in two dtypes: it is one, but the rounding stays outside."""
+
+    def function(v):
+        part = lambda x, first, last: jax.lax.slice_in_dim(x, first, last, axis=1)  # noqa: E731
+        x, y = v["x"], v["y"]
+        gate, factor = part(x, 0, 8), part(x, 8, 16)
+        silu = scope("read_alone", lambda: jax.nn.silu(part(y, 0, 8)))
+        read = scope("two_dtypes", lambda: jax.nn.silu(part(x, 0, 8)) * part(x, 8, 16))
+        return {
+            "swapped": scope("swapped", lambda: jax.nn.silu(factor) * gate),
+            "two": scope("two_arrays", lambda: jax.nn.silu(gate) * part(y, 8, 16)),
+            "unequal": scope("unequal", lambda: jax.nn.silu(part(x, 0, 4)) * part(x, 12, 16)),
+            "bias": scope("bias", lambda: jax.nn.silu(gate + v["bias"]) * factor),
+            "silu": silu, "alone": scope("read_alone", lambda: silu * part(y, 8, 16)),
+            "relu": scope("relu", lambda: jax.nn.relu(gate) * factor),
+            "read": read, "rounded": read.astype(jnp.bfloat16),
+        }  # fmt: skip
+
+    return make_graph(function, {"bias": (8,)}, {**X, "y": (4, 16)})
+
+
 def attention_by_other_positions() -> Graph:
     """The cache goes by the step's own positions and segments; another attention may not silently use it."""
 
@@ -252,6 +318,7 @@ def attention_by_other_positions() -> Graph:
 MIXED = "quantize-matmul{rules='q_proj=w4a16:g32;mlp=w4a16:g32;k_proj=w8a16:g32;o_proj=fp8;emb=w8a16;.*=w8a8:static'}"
 FOLD = "fold-scales{method=awq,scheme=w4a16}"
 FOLD_ALL = "fold-scales{targets=kernel}"
+NARROW = f"{FUSED},narrow-matmul"
 two_layers = model(layers=2, heads=4, kv_heads=2, head_dim=8, width=32)
 
 
@@ -294,6 +361,12 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("choose_layout_negative", "choose-layout", "choose-layout", layers_that_do_not_stack),
     ("stack_layers", "stack-layers", STACKED, model(layers=3, width=64, mlp=64, qkv_bias=True)),
     ("stack_layers_negative", "stack-layers", "stack-layers", layers_that_do_not_stack),
+    ("fuse_norm", "fuse-norm", f"{NARROW},stack-layers,fuse-norm", model(layers=2, qk_norm=True)),
+    ("fuse_norm_gemma", "fuse-norm", "stack-layers,fuse-norm", gemma_norms),
+    ("fuse_norm_negative", "fuse-norm", "fuse-norm", norms_that_share),
+    ("fuse_epilogue", "fuse-epilogue", f"{NARROW},fuse-epilogue", model()),
+    ("fuse_epilogue_gelu", "fuse-epilogue", f"{FUSED},fuse-epilogue", model(activation="gelu_pytorch_tanh")),
+    ("fuse_epilogue_negative", "fuse-epilogue", "fuse-epilogue", products_that_are_not_gated_activations),
     ("insert_paged_kv_window", "insert-paged-kv", "insert-paged-kv{page=4,kv=f32}", model(windows=(3,))),
     ("insert_paged_kv_bf16", "insert-paged-kv", "insert-paged-kv", model(activations="bf16", layers=2)),
     ("insert_paged_kv_int4", "insert-paged-kv", "insert-paged-kv{page=4,kv=int4}", model()),
@@ -325,6 +398,9 @@ def test_canonicalize_keeps_the_numbers_and_every_weight_can_be_lowered(build):
         ("fuse-qkv", layers_that_share_projections),
         ("fuse-gate-up", products_that_are_not_gated_mlps),
         ("lower-dense-matmul", dots_that_are_not_linear_layers),
+        ("fuse-norm", norms_that_share),
+        ("stack-layers,fuse-norm", gemma_norms),
+        ("fuse-epilogue", products_that_are_not_gated_activations),
     ],
 )
 def test_partial_matches_keep_the_numbers(text, build):

@@ -286,11 +286,12 @@ def test_numbers_are_checked_once_per_distinct_region():
     numbers = NumberCheck()
     passes = parse_spec(RECIPES["f32"].spec(page=4))
     run_pipeline(trace_tiny(layers=3), passes, Context(), [Verifier(numbers)])
-    # Dense matmuls: [16,16] twice, [8,16], [32,16] at eight and at two rows, [16,32]; two fusions; one attention; and
-    # the norms, whose scales are stacked where there are several layers.
-    assert numbers.checked == 9
+    # Dense matmuls: [16,16] twice, [8,16], [32,16] at eight and at two rows, [16,32]; two fusions; one attention;
+    # the norms, whose scales are stacked where there are several layers; one that takes its sum, and the first
+    # one, which takes its layer; the activation.
+    assert numbers.checked == 12
     run_pipeline(trace_tiny(layers=1), passes, Context(), [Verifier(alone := NumberCheck())])
-    assert alone.checked == 8
+    assert alone.checked == 10
 
 
 def test_regions_that_differ_in_wiring_or_constants_are_all_checked():

@@ -1,0 +1,1 @@
+"""The sum of two arrays, and its root-mean-square normalization."""

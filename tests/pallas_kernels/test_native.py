@@ -34,6 +34,7 @@ KERNELS = (  # their files of tests
     *("matmul", "kv_write", "paged_attention", "rms_norm", "gated_activation", "sample_logits"),
     "native",
 )
+PARTS = "Quantized or Kv or Paged or Sample or Norm or Gated or company"  # of the names of tests in them
 
 pytestmark = pytest.mark.skipif(not is_available(), reason=describe())
 
@@ -130,7 +131,7 @@ def test_every_instruction_set_and_team(isa, threads):
         "pytest",
         "-q",
         "-k",
-        "(native and (Quantized or Kv or Paged or Sample or Norm or Gated or company)) or (every_company and (bfloat16 or int8))",
+        f"(native and ({PARTS})) or (every_company and (bfloat16 or int8))",
         "-p",
         "no:cacheprovider",
         *files,

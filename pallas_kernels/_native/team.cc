@@ -12,6 +12,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(200);
+// Looks, some microseconds, after which a thread that waits lets others have its core: those that it waits for may be on it.
+constexpr int kPatience = 64;
 
 void pause() {
 #if defined(__x86_64__)
@@ -78,7 +80,7 @@ void Team::run(int64_t items, int64_t grain, Function function, void* self) {
   }
   take_items(0);
   for (int spins = 0; pending_.load(std::memory_order_acquire) > 0; ++spins) {
-    if (spins > 2000) sched_yield();  // somebody else has our cores
+    if (spins > kPatience) sched_yield();
     pause();
   }
 }
@@ -112,11 +114,14 @@ void Team::work(int thread) {
   for (uint32_t seen = 0, now;; seen = now) {
     auto deadline = Clock::now() + kSpin;
     for (int spins = 0; (now = epoch_.load(std::memory_order_acquire)) == seen; ++spins) {
-      if (spins % 64 == 63 && Clock::now() > deadline) {
-        std::unique_lock<std::mutex> lock(sleep_mutex_);
-        asleep_.fetch_add(1, std::memory_order_seq_cst);
-        wake_.wait(lock, [&] { return epoch_.load(std::memory_order_seq_cst) != seen; });
-        asleep_.fetch_sub(1, std::memory_order_relaxed);
+      if (spins % kPatience == kPatience - 1) {
+        if (Clock::now() > deadline) {
+          std::unique_lock<std::mutex> lock(sleep_mutex_);
+          asleep_.fetch_add(1, std::memory_order_seq_cst);
+          wake_.wait(lock, [&] { return epoch_.load(std::memory_order_seq_cst) != seen; });
+          asleep_.fetch_sub(1, std::memory_order_relaxed);
+        }
+        sched_yield();
       }
       pause();
     }

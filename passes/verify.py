@@ -158,7 +158,7 @@ class NumberCheck:
                     written[path] = _input_scale(before, replaced, values)
                 elif path not in written:
                     var = before.var(path)
-                    written[path] = values[var] if var in values else self._random(var)
+                    written[path] = values[var] if var in values else self._elsewhere(var)
                 reads.append(np.asarray(written[path], np.float32))
             results = [dense(value) for value in edit.function(*reads)]
             if len(results) != len(edit.writes):
@@ -183,10 +183,18 @@ class NumberCheck:
         return statistics.compute(statistic.kind, values[var] if var in values else self._random(var))
 
     def _random(self, atom: Atom) -> np.ndarray:
-        aval = spec_of(atom)
-        if jnp.issubdtype(aval.dtype, jnp.floating):
-            return self._rng.standard_normal(aval.shape, np.float32).astype(aval.dtype)
-        return self._rng.integers(0, 2, aval.shape).astype(aval.dtype)
+        return self._numbers(spec_of(atom).shape, spec_of(atom).dtype)
+
+    def _elsewhere(self, var: Var) -> np.ndarray:
+        """For a parameter that the region does not read: one row again and again, which takes no memory. An edit may
+        read one of every layer, and the model need not fit into memory."""
+        shape = spec_of(var).shape
+        return np.broadcast_to(self._numbers(shape[-1:], spec_of(var).dtype).astype(np.float32), shape)
+
+    def _numbers(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        if jnp.issubdtype(dtype, jnp.floating):
+            return self._rng.standard_normal(shape, np.float32).astype(dtype)
+        return self._rng.integers(0, 2, shape, np.uint8).astype(dtype)
 
 
 def _input_scale(before: Graph, replaced: Replaced, values: Values) -> np.ndarray:

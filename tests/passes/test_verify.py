@@ -1,6 +1,7 @@
 """Broken passes are caught, each by the check that is there for it; correct ones are not."""
 
 import dataclasses
+import tracemalloc
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -292,6 +293,23 @@ def test_numbers_are_checked_once_per_distinct_region():
     assert numbers.checked == 12
     run_pipeline(trace_tiny(layers=1), passes, Context(), [Verifier(alone := NumberCheck())])
     assert alone.checked == 10
+
+
+def test_weights_of_other_layers_take_no_memory():
+    """The check of a stack needs the stack, in float32 as edits have it, but not all that it was made of as well."""
+    peaks = {}
+
+    class Measured(NumberCheck):
+        def __call__(self, before, stage):
+            tracemalloc.start()
+            super().__call__(before, stage)
+            peaks[stage.step.name] = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+
+    graph = trace_tiny(layers=24, width=128, mlp=1024)
+    run_pipeline(graph, parse_spec(RECIPES["w4a16"].spec(page=4)), Context(), [Verifier(Measured())])
+    largest = 24 * 2 * 1024 * 128 // 2 * 4  # gate and up, two codes a byte
+    assert peaks["stack-layers"] < 1.6 * largest
 
 
 def test_regions_that_differ_in_wiring_or_constants_are_all_checked():

@@ -254,7 +254,7 @@ def _run(
 def _cast(values: dict, atom: Atom) -> jax.Array:
     if isinstance(atom, Literal):
         return jnp.asarray(atom.val, spec_of(atom).dtype)
-    return jnp.asarray(values[atom]).astype(spec_of(atom).dtype)
+    return jnp.asarray(np.asarray(values[atom]).astype(spec_of(atom).dtype, copy=False))  # never twice as float32
 
 
 @dataclasses.dataclass(frozen=True)

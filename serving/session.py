@@ -9,6 +9,7 @@ from jaxserve.artifact import open_artifact
 from jaxserve.errors import UserError
 from jaxserve.heap import keep_freed_memory
 from jaxserve.manifest import Manifest
+from jaxserve.pallas_kernels._native.cores import host_threads
 from jaxserve.serving.draft import DraftProposer
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits, compiled_limits, load_runner, serving_limits
@@ -84,11 +85,12 @@ class Session:
     def running(self, *, prefix_caching: bool = True, speculation: Speculation | None = None) -> Iterator[Engine]:
         """A started engine, stopped at the end of the block."""
         engine = self.engine(prefix_caching=prefix_caching, speculation=speculation)
-        engine.start()
-        try:
-            yield engine
-        finally:
-            engine.stop()
+        with host_threads():
+            engine.start()
+            try:
+                yield engine
+            finally:
+                engine.stop()
 
 
 def check_same_tokens(folder: pathlib.Path, draft: Tokenizer, target: Tokenizer) -> None:

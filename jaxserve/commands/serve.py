@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     gc.disable()  # start-up makes a million objects that stay; collecting among them took a tenth of it
+    from jaxserve.pallas_kernels._native.cores import host_threads
     from jaxserve.serving.load import LowerLimits
     from jaxserve.serving.server import listen, serve_app
     from jaxserve.serving.session import Session
@@ -80,14 +81,15 @@ def run(options: argparse.Namespace) -> int:
 
     gc.freeze()
     gc.enable()
-    engine.start()
-    serve_app(
-        app,
-        engine,
-        options.host,
-        options.port,
-        drain_timeout=options.drain_timeout,
-        on_ready=ready,
-        sockets=[socket],
-    )
+    with host_threads():
+        engine.start()
+        serve_app(
+            app,
+            engine,
+            options.host,
+            options.port,
+            drain_timeout=options.drain_timeout,
+            on_ready=ready,
+            sockets=[socket],
+        )
     return 0

@@ -21,24 +21,49 @@ void pause() {
 #endif
 }
 
-int usable_cores() {
+std::vector<int> usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
-  return std::max(1, CPU_COUNT(&set));
+  std::vector<int> cores;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+    for (int core = 0; core < CPU_SETSIZE; ++core)
+      if (CPU_ISSET(core, &set)) cores.push_back(core);
+  }
+  return cores.empty() ? std::vector<int>{0} : cores;
 }
 
-int team_size() {
+int wanted_threads() {
   const char* text = std::getenv("JAXSERVE_CPU_THREADS");
-  const int wanted = text ? std::atoi(text) : 0;
-  const int cores = usable_cores();
-  return wanted > 0 ? std::min(wanted, cores) : cores;
+  return text ? std::atoi(text) : 0;
+}
+
+// Cores for a team of them all, in order; none where its threads are left to the system.
+std::vector<int> own_cores(const std::vector<int>& usable, int threads) {
+  const char* text = std::getenv("JAXSERVE_CPU_PIN");
+  const bool wanted = !text || std::atoi(text) != 0;
+  return wanted && threads > 1 && threads == static_cast<int>(usable.size()) ? usable : std::vector<int>{};
+}
+
+cpu_set_t only(int core) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  return set;
+}
+
+// Moves the calling thread to a core, if it may be there; it is free to leave it again.
+void move_to(int core) {
+  cpu_set_t before;
+  if (sched_getaffinity(0, sizeof(before), &before) != 0 || !CPU_ISSET(core, &before)) return;
+  const cpu_set_t one = only(core);
+  sched_setaffinity(0, sizeof(one), &one);
+  sched_setaffinity(0, sizeof(before), &before);
 }
 
 }  // namespace
 
 Team& Team::get() {
-  static Team* team = new Team(team_size());  // never destroyed: its threads sleep in it when main() returns
+  static Team* team = new Team(usable_cores(), wanted_threads());  // never destroyed: its threads sleep in it when main() returns
   return *team;
 }
 
@@ -57,13 +82,17 @@ void* Team::scratch(std::size_t bytes, int use) {
   return buffer.data;
 }
 
-Team::Team(int size) : size_(size), shares_(new Share[size]) {
-  for (int thread = 1; thread < size; ++thread) std::thread(&Team::work, this, thread).detach();
+Team::Team(const std::vector<int>& usable, int wanted)
+    : size_(wanted > 0 ? std::min<int>(wanted, usable.size()) : usable.size()),
+      cores_(own_cores(usable, size_)),
+      shares_(new Share[size_]) {
+  for (int thread = 1; thread < size_; ++thread) std::thread(&Team::work, this, thread).detach();
 }
 
 void Team::run(int64_t items, int64_t grain, Function function, void* self) {
   if (items <= 0) return;
   if (items == 1 || size_ == 1) return function(self, 0, items, 0);
+  if (!cores_.empty() && sched_getcpu() != cores_[0]) move_to(cores_[0]);  // the others are taken
   std::lock_guard<std::mutex> lock(busy_);
   function_ = function;
   self_ = self;
@@ -111,6 +140,10 @@ void Team::take_items(int thread) {
 }
 
 void Team::work(int thread) {
+  if (!cores_.empty()) {
+    const cpu_set_t one = only(cores_[thread]);
+    sched_setaffinity(0, sizeof(one), &one);
+  }
   for (uint32_t seen = 0, now;; seen = now) {
     auto deadline = Clock::now() + kSpin;
     for (int spins = 0; (now = epoch_.load(std::memory_order_acquire)) == seen; ++spins) {
@@ -130,3 +163,6 @@ void Team::work(int thread) {
 }
 
 }  // namespace jaxserve
+
+// For Python: the core of those who call the team while each of its threads has a core of its own, or -1.
+extern "C" int jaxserve_callers_core() { return jaxserve::Team::get().callers_core(); }

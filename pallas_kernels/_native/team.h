@@ -9,16 +9,24 @@
 #include <mutex>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace jaxserve {
 
 // One team a process. Between two calls of a step its threads spin, because waking a thread takes longer than most calls;
 // when no call comes for a while they sleep. JAXSERVE_CPU_THREADS sets its size, at most the cores the process may use.
+//
+// A team of all cores keeps each of its threads on one of them, and who calls it moves to the one that is left: the system,
+// to which a thread that spins looks busy, often has both on one core while another idles. JAXSERVE_CPU_PIN=0 leaves it to
+// the system all the same.
 class Team {
  public:
   static Team& get();
 
   int size() const { return size_; }
+
+  // Where its threads stay on cores, the core of whoever calls it; -1 where they do not.
+  int callers_core() const { return cores_.empty() ? -1 : cores_[0]; }
 
   // Calls body(item, thread) for every item in [0, items), spread over the team, and returns when all are done. Which
   // thread takes an item is left to chance, so a result may not depend on it.
@@ -51,12 +59,13 @@ class Team {
     std::atomic<uint64_t> left{0};
   };
 
-  explicit Team(int size);
+  Team(const std::vector<int>& usable, int wanted);
   void run(int64_t items, int64_t grain, Function function, void* self);
   void work(int thread);
   void take_items(int thread);
 
   const int size_;
+  const std::vector<int> cores_;  // of each thread, or none
   std::unique_ptr<Share[]> shares_;
   std::mutex busy_;  // held by the call that has the team
   std::mutex sleep_mutex_;

@@ -5,6 +5,7 @@ Import modules of an op's folder with `from`: the function of the same name hide
 
 import jaxserve.pallas_kernels._cuda
 import jaxserve.pallas_kernels.add_rms_norm.cpu
+import jaxserve.pallas_kernels.dense_matmul.cpu
 import jaxserve.pallas_kernels.gated_activation.cpu
 import jaxserve.pallas_kernels.kv_write.cpu
 import jaxserve.pallas_kernels.paged_attention.cpu

@@ -18,6 +18,7 @@ ISAS = ("generic", "avx2", "avx512")
 # The targets of our custom calls in StableHLO, each a handler of this name in the library.
 CUSTOM_CALLS = (
     *("jaxserve_rms_norm", "jaxserve_add_rms_norm", "jaxserve_gated_activation"),
+    "jaxserve_dense_matmul",
     "jaxserve_kv_write",
     "jaxserve_paged_attention",
     "jaxserve_quantized_matmul",

@@ -12,6 +12,8 @@ from jaxserve.pallas_kernels import (
     quantized_matmul,
     quantized_take,
 )
+from jaxserve.pallas_kernels._native import describe, is_available, native_call
+from jaxserve.pallas_kernels.dense_matmul.shapes import cases as dense_cases
 from jaxserve.pallas_kernels.quantized_matmul import layout
 from tests.pallas_kernels import oracles
 from tests.pallas_kernels.harness import (
@@ -111,7 +113,7 @@ def test_a_layer_that_is_not_there():
         quantized_matmul(normal(3, 5, 80), *stacked, format=FORMATS[0], shape=(24, 80))
 
 
-@implementations
+@native_implementations
 class TestDenseMatmul:
     @dtypes
     @pytest.mark.parametrize("rows", [(1,), (2,), (33,), (2, 3), (1, 1), ()], ids=str)
@@ -134,6 +136,45 @@ class TestDenseMatmul:
         w = np.ones((1, 1025), BF16)
         w[0, 0] = 1024
         np.testing.assert_array_equal(compute(implementation, dense_matmul, x, w), 2048)
+
+    @dtypes
+    @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 15), (17, 33), (130, 31), (5, 1537), (7, 0)])
+    def test_odd_sizes(self, implementation, dtype, outputs, inputs):
+        x, w = normal(0, 7, inputs, dtype=dtype), normal(1, outputs, inputs, dtype=dtype)
+        assert_close(compute(implementation, dense_matmul, x, w, out_dtype=F32), wide(x) @ wide(w).T, F32)
+
+    @dtypes
+    def test_no_rows(self, implementation, dtype):
+        found = compute(implementation, dense_matmul, np.zeros((0, 32), dtype), normal(1, 5, 32, dtype=dtype))
+        assert found.shape == (0, 5)
+
+    @dtypes
+    def test_a_number_that_is_none_spoils_its_row_and_its_output_alone(self, implementation, dtype):
+        x, w = normal(0, 9, 40, dtype=dtype), normal(1, 6, 40, dtype=dtype)
+        x[4, 39], w[5, 0] = np.nan, np.inf
+        found = compute(implementation, dense_matmul, x, w)
+        assert np.isnan(found[4]).all() and not np.isfinite(found[:, 5]).any()
+        assert np.isfinite(np.delete(found, 4, axis=0)[:, :5]).all()
+
+    @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+    @pytest.mark.parametrize("step", ["decode b=1", "decode b=32", "prefill 512"])
+    def test_shapes_of_a_model(self, implementation, dtype, step):
+        cases = [case for case in dense_cases(dtype) if case.name.startswith(f"smollm2-135m {step}")]
+        for case in cases[: 4 if step == "prefill 512" else 5]:  # without the logits of 512 rows
+            x, w = case.fill(np.random.default_rng(0))
+            assert_close(compute(implementation, dense_matmul, x, w, out_dtype=F32), wide(x) @ wide(w).T, F32)
+
+
+@pytest.mark.skipif(not is_available(), reason=describe())
+@pytest.mark.parametrize("wrong", ["inputs", "result", "dtype"])
+def test_dense_operands_that_do_not_fit_are_an_error_and_no_crash(wrong):
+    x = np.zeros((2, 8), BF16 if wrong == "dtype" else F32)
+    w = np.zeros((4, 7 if wrong == "inputs" else 8), F32)
+    result = jax.ShapeDtypeStruct((2, 5 if wrong == "result" else 4), F32)
+    with pytest.raises(
+        (ValueError, jax.errors.JaxRuntimeError), match="dense_matmul: the operands do not fit each other"
+    ):
+        jax.block_until_ready(native_call("jaxserve_dense_matmul", result, layer=None)(x, w))
 
 
 @native_implementations

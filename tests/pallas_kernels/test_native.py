@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels import QuantFormat, paged_attention, quantize_rtn, quantized_matmul
+from jaxserve.pallas_kernels import QuantFormat, dense_matmul, paged_attention, quantize_rtn, quantized_matmul
 from jaxserve.pallas_kernels._native import describe, is_available
 from jaxserve.pallas_kernels._native.profile import profiled
 from jaxserve.pallas_kernels.kv_write.format import KV_FORMATS, encode
@@ -34,7 +34,7 @@ KERNELS = (  # their files of tests
     *("matmul", "kv_write", "paged_attention", "rms_norm", "gated_activation", "sample_logits"),
     "native",
 )
-PARTS = "Quantized or Kv or Paged or Sample or Norm or Gated or company"  # of the names of tests in them
+PARTS = "Dense or Quantized or Kv or Paged or Sample or Norm or Gated or company"  # of the names of tests in them
 
 pytestmark = pytest.mark.skipif(not is_available(), reason=describe())
 
@@ -54,6 +54,17 @@ def test_a_row_has_the_same_bytes_alone_and_among_others(format, activation, dty
     together = np.asarray(quantized_matmul(x, *arrays, **options))
     for rows in (*range(1, 9), 15, 16, 32):
         some = np.asarray(quantized_matmul(x[-rows:], *arrays, **options))
+        assert some.tobytes() == together[-rows:].tobytes()
+
+
+@dtypes
+@pytest.mark.parametrize("out_dtype", [F32, BF16], ids=["to_f32", "to_bf16"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(208, 176), (133, 1601)])  # one chunk; several, and an odd rest
+def test_a_dense_row_has_the_same_bytes_alone_and_among_others(dtype, out_dtype, outputs, inputs):
+    x, w = normal(1, 67, inputs, dtype=dtype), normal(2, outputs, inputs, dtype=dtype)
+    together = np.asarray(dense_matmul(x, w, out_dtype=out_dtype))
+    for rows in (*range(1, 9), 15, 16, 32):
+        some = np.asarray(dense_matmul(x[-rows:], w, out_dtype=out_dtype))
         assert some.tobytes() == together[-rows:].tobytes()
 
 

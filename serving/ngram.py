@@ -28,8 +28,9 @@ class NgramProposer:
         index = self._index(seq)
         if not index.length:
             return []
-        lengths = range(index.length, index.length + MOST_PROPOSALS)  # each accepted proposal makes the match longer
-        return [self._rate(index, min(length, _LONGEST)) for length in lengths]
+        # Each accepted proposal makes the match longer; from _LONGEST on they are alike.
+        rates = [self._rate(index, length) for length in range(index.length, _LONGEST + 1)]
+        return rates + rates[-1:] * (MOST_PROPOSALS - len(rates))
 
     def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         return {seq: self._index(seq).continuation(seq.tokens, count) for seq, count in wanted.items()}

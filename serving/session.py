@@ -20,7 +20,8 @@ from jaxserve.serving.speculation import Speculation
 from jaxserve.serving.stats import EngineObserver
 from jaxserve.text import Tokenizer, load_tokenizer
 
-SPECULATE = ("off", "ngram")
+SPECULATE = ("off", "ngram", "draft")
+DRAFT = "draft"  # the folder of an artifact that may hold one of a draft for it
 
 
 class Session:
@@ -28,6 +29,7 @@ class Session:
 
     def __init__(self, folder: pathlib.Path, lower: LowerLimits, report: Callable[[str], None]):
         artifact = open_artifact(folder)
+        self.folder = folder
         self.manifest: Manifest = artifact.manifest
         self.limits: Limits = serving_limits(compiled_limits(artifact.manifest), lower)
         keep_freed_memory()
@@ -62,7 +64,12 @@ class Session:
             return None
         if proposer == "ngram":
             return Speculation(NgramProposer(), self.limits.row_sizes)
-        folder = pathlib.Path(proposer)
+        folder = self.folder / DRAFT if proposer == "draft" else pathlib.Path(proposer)
+        if proposer == "draft" and not folder.is_dir():
+            raise UserError(
+                f"--speculate draft: {self.folder} holds none; make one, such as with "
+                f"`jaxserve compile MODEL --draft layers:N -o {folder}`"
+            )
         if not folder.is_dir():
             raise UserError(f"--speculate {proposer}: allowed are {', '.join(SPECULATE)}, or the folder of a draft")
         return Speculation(self._draft(folder), self.limits.row_sizes)

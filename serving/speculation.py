@@ -176,12 +176,14 @@ class Speculation:
 
     def _best(self, limits: Mapping[Sequence, int], rows: int, room: int, ahead: int = 0) -> dict[Sequence, int]:
         """How many proposals of each sequence to check; `ahead` steps from now."""
+        if room <= 0:  # a full batch: its steps must not pay for what it cannot use
+            return {}
         gains = []
         for seq, limit in limits.items():
-            rates = self.proposer.rates(seq)[: max(0, min(limit, self.most)) + ahead]
+            rates = self.proposer.rates(seq)[: max(0, min(limit, self.most, room)) + ahead]
             products = itertools.accumulate(rates, operator.mul)
             gains += [(gain, place, seq) for place, gain in enumerate(products, 1 - ahead) if place > 0]
-        gains = sorted(gains, key=lambda gain: -gain[0])[: max(0, room)]
+        gains = sorted(gains, key=lambda gain: -gain[0])[:room]
         depths = itertools.accumulate((place for _, place, _ in gains), max)
         extra = [self._idle * ahead + self.proposer.seconds(depth) for depth in depths]
         count = self.costs.best_count(rows, [gain for gain, _, _ in gains], extra)

@@ -94,17 +94,16 @@ def test_as_measured_costs_have_it(session: Session, story: list[int]):
 
 
 @pytest.fixture(scope="module")
-def early_exit(artifacts: pathlib.Path, stories_model: pathlib.Path) -> pathlib.Path:
-    """The first three of five layers, with fewer slots and pages than the target."""
+def early_exit(session: Session, stories_model: pathlib.Path) -> pathlib.Path:
+    """The first three of five layers, with fewer slots and pages than the target, in the target's folder."""
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_tokens": 512}
-    return compile_artifact(artifacts / "stories-draft", stories_model, "w8a16", draft="layers:3", **limits)
+    return compile_artifact(session.folder / "draft", stories_model, "w8a16", draft="layers:3", **limits)
 
 
 def test_a_draft_changes_no_answer(session: Session, early_exit: pathlib.Path, story: list[int]):
     asked = requests(story)
-    speculation = spendthrift(session, str(early_exit))
-    for runner in session.drafts.values():
-        runner.warmup()
+    speculation = spendthrift(session, "draft")
+    session.drafts[early_exit].warmup()
     found = answers(session, asked, speculation)
     assert [ids for ids, *_ in found] == [ids for ids, *_ in answers(session, asked, None)]
     assert speculation.num_accepted > 10
@@ -146,5 +145,10 @@ def test_a_distilled_draft_learns_from_answers_and_changes_none(
 
 
 def test_what_is_neither_known_nor_a_folder_is_refused(session: Session):
-    with pytest.raises(UserError, match="--speculate eagle: allowed are off, ngram, or the folder of a draft"):
+    with pytest.raises(UserError, match="--speculate eagle: allowed are off, ngram, draft, or the folder of a draft"):
         session.speculation("eagle")
+
+
+def test_an_artifact_without_a_draft_says_how_to_make_one(session: Session, early_exit: pathlib.Path):
+    with pytest.raises(UserError, match=r"holds none; .*jaxserve compile MODEL --draft layers:N -o .*draft/draft"):
+        load(session.folder / "draft").speculation("draft")

@@ -188,6 +188,15 @@ def test_waiting_must_pay_for_itself():
     assert not Speculation(Fixed({seq: []}), SIZES).worth_waiting([seq], 1, 15)
 
 
+def test_a_full_batch_does_not_ask_for_rates():
+    """A step of as many sequences as rows has no room, and must not spend time on proposals."""
+    seq, proposer = sequence([1, 2]), Fixed({})
+    speculation = Speculation(proposer, SIZES)
+    proposer.rates = lambda seq: pytest.fail("asked")
+    assert not speculation.worth_waiting([seq], 16, 0)
+    assert speculation.propose({seq: 15}, 16, 0) == {}
+
+
 def test_what_is_counted():
     seq = sequence([1])
     speculation = Speculation(Fixed({}), SIZES)

@@ -48,6 +48,8 @@ def compile_cases(target: Gpu, match: str, folder: pathlib.Path) -> Iterator[dic
     from jaxserve.pallas_kernels.add_rms_norm import shapes as add_norm_shapes
     from jaxserve.pallas_kernels.dense_matmul import op as dense
     from jaxserve.pallas_kernels.dense_matmul import shapes as dense_shapes
+    from jaxserve.pallas_kernels.kv_write import op as kv_write
+    from jaxserve.pallas_kernels.kv_write import shapes as kv_write_shapes
     from jaxserve.pallas_kernels.paged_attention import op as attention
     from jaxserve.pallas_kernels.paged_attention import shapes as attention_shapes
     from jaxserve.pallas_kernels.quantized_matmul import op as quantized
@@ -60,6 +62,7 @@ def compile_cases(target: Gpu, match: str, folder: pathlib.Path) -> Iterator[dic
         (dense.OP, dense_shapes),
         (quantized.OP, quantized_shapes),
         (attention.OP, attention_shapes),
+        (kv_write.OP, kv_write_shapes),
         (norm.OP, norm_shapes),
         (add_norm.OP, add_norm_shapes),
     ):

@@ -6,6 +6,7 @@ from typing import Any
 from jaxserve.pallas_kernels._op import Kernel, Op
 from jaxserve.pallas_kernels.add_rms_norm.op import OP as ADD_RMS_NORM
 from jaxserve.pallas_kernels.dense_matmul.op import OP as DENSE_MATMUL
+from jaxserve.pallas_kernels.kv_write.op import OP as KV_WRITE
 from jaxserve.pallas_kernels.paged_attention.op import OP as PAGED_ATTENTION
 from jaxserve.pallas_kernels.quantized_matmul.op import OP as QUANTIZED_MATMUL
 from jaxserve.pallas_kernels.rms_norm.op import OP as RMS_NORM
@@ -27,5 +28,6 @@ _register(QUANTIZED_MATMUL, "kernel", "mosaic-w4a8", "mosaic_w4a8")
 _register(QUANTIZED_MATMUL, "narrow_kernel", "mosaic-narrow")
 _register(QUANTIZED_MATMUL, "kernel", "mosaic")
 _register(PAGED_ATTENTION, "kernel", "mosaic")
+_register(KV_WRITE, "kernel", "mosaic")
 _register(RMS_NORM, "kernel", "mosaic")
 _register(ADD_RMS_NORM, "add_kernel", "mosaic", folder="rms_norm")

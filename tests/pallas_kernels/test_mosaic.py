@@ -19,6 +19,9 @@ from jaxserve.pallas_kernels._target import compiling_for
 from jaxserve.pallas_kernels.add_rms_norm.op import OP as ADD_RMS_NORM
 from jaxserve.pallas_kernels.dense_matmul import mosaic_gpu as dense
 from jaxserve.pallas_kernels.dense_matmul.op import OP as DENSE
+from jaxserve.pallas_kernels.kv_write import mosaic_gpu as kv_write
+from jaxserve.pallas_kernels.kv_write.format import KV_FORMATS, cache_layout
+from jaxserve.pallas_kernels.kv_write.op import OP as KV_WRITE
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_w4a8 as w4a8
 from jaxserve.pallas_kernels.quantized_matmul.op import OP as QUANTIZED
@@ -160,6 +163,27 @@ def test_a_norm_does_not_depend_on_the_other_rows():
     np.testing.assert_array_equal(found[0][1:2], found[1])
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens", "heads", "dim", "dtype", "layer"),
+    [("int8", 5, 8, 128, F32, 1), ("int4", 9, 8, 64, BF16, None), ("fp8", 3, 24, 64, F32, None)],
+)
+def test_cache_writes(name, tokens, heads, dim, dtype, layer):
+    """The same bytes as the reference's; a row of zeros has no extent, and slots outside the pool write nothing."""
+    format, rng, pages = KV_FORMATS[name], np.random.default_rng(0), 3
+    layout = cache_layout(format, F32, pages, 16, heads, dim, 0 if layer is None else 2).values()
+    caches = [jnp.asarray(rng.integers(0, 9, spec.shape), spec.dtype) for _, spec in [*layout] * 2]
+    k, v = (normal(seed, tokens, heads, dim, dtype=dtype) for seed in range(2))
+    k[0, 0] = 0
+    slots = rng.permutation(pages * 16)[:tokens].astype(np.int32)
+    slots[1:3] = -1, pages * 16
+    options = {"format": format, "layer": layer}
+    kernel = kv_write.kernel(*caches, k, v, slots, **options)
+    assert not isinstance(kernel, Refusal), kernel
+    expected = KV_WRITE.reference(*caches, jnp.asarray(k), jnp.asarray(v), slots, **options)
+    for found, array in zip(kernel(*caches, k, v, slots), expected, strict=True):
+        np.testing.assert_array_equal(found, array)
+
+
 @pytest.mark.parametrize(("outputs", "inputs", "splits"), [(4096, 4096, 4), (28672, 4096, 1), (4096, 14336, 4)])
 def test_the_order_of_adding_up_depends_on_the_weight_alone(outputs, inputs, splits):
     for tokens in (1, 16, 64, 65, 512):
@@ -177,6 +201,11 @@ def test_refusals_say_why():
     narrow, weight = jax.ShapeDtypeStruct((4, 576), BF16), jax.ShapeDtypeStruct((576,), BF16)
     options = {"eps": 1e-5, "plus_one": False, "out_dtype": None, "layer": None}
     assert "4 rows of 576; it knows multiples of 512" in norm.kernel(narrow, weight, **options).reason
+    cache, rows = jax.ShapeDtypeStruct((4, 16, 4, 64), BF16), jax.ShapeDtypeStruct((3, 4, 64), F32)
+    refused = kv_write.kernel(cache, cache, rows, rows, None, format=None, layer=None)
+    assert isinstance(refused, Refusal) and "the cache is bfloat16; XLA needs no more kernels" in refused.reason
+    few = kv_write.kernel(cache, rows, rows, None, format=KV_FORMATS["int8"], layer=None)
+    assert isinstance(few, Refusal) and "scales of 4 KV heads" in few.reason
     with compiling_for(GPUS["a100"]):
         choice = DENSE.choose("cuda", x, w, out_dtype="float32")
     assert choice.name == "reference"

@@ -25,9 +25,11 @@ from jaxserve.pallas_kernels import OPS, Op
 from jaxserve.pallas_kernels._bench import measure_ceilings, median_seconds, operand_sets
 from jaxserve.pallas_kernels._shapes import Case
 from jaxserve.pallas_kernels._target import compiling_for
+from jaxserve.pallas_kernels.add_rms_norm import shapes as add_norm_shapes
 from jaxserve.pallas_kernels.dense_matmul import shapes as dense_shapes
 from jaxserve.pallas_kernels.paged_attention import shapes as attention_shapes
 from jaxserve.pallas_kernels.quantized_matmul import shapes as quantized_shapes
+from jaxserve.pallas_kernels.rms_norm import shapes as norm_shapes
 from jaxserve.targets import GPUS, H100_SXM, Target, cpu_target
 
 Job = Callable[[], dict[str, Any]]
@@ -38,7 +40,13 @@ CALLS = 20
 ERROR = 2.0**-7
 """How far a result in bf16 may be from the reference, relative to the largest number: one unit in the last place."""
 
-SHAPES = {"dense_matmul": dense_shapes, "quantized_matmul": quantized_shapes, "paged_attention": attention_shapes}
+SHAPES = {
+    "dense_matmul": dense_shapes,
+    "quantized_matmul": quantized_shapes,
+    "paged_attention": attention_shapes,
+    "rms_norm": norm_shapes,
+    "add_rms_norm": add_norm_shapes,
+}
 
 
 def target_of(device: Any) -> Target:
@@ -57,8 +65,7 @@ def measure(op: Op, case: Case, target: Target, ceilings: tuple[float, float], r
         return row
     run, sets = jax.jit(choice.function), operand_sets(case)
     expected = jax.jit(lambda *operands: op.reference(*operands, **case.params))(*sets[0])
-    wide = [np.asarray(array, np.float32) for array in (run(*sets[0]), expected)]
-    error = float(np.abs(wide[0] - wide[1]).max() / max(np.abs(wide[1]).max(), 1e-30))
+    error = max(map(_error, jax.tree.leaves(run(*sets[0])), jax.tree.leaves(expected)))
     seconds = median_seconds(lambda: [run(*sets[i % len(sets)]) for i in range(CALLS)], repeats) / CALLS
     least = max(case.bytes / ceilings[0], case.flops / ceilings[1])
     return row | {
@@ -67,6 +74,12 @@ def measure(op: Op, case: Case, target: Target, ceilings: tuple[float, float], r
         "microseconds": seconds * 1e6,
         "of_ceiling": least / seconds,
     }
+
+
+def _error(found: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest number."""
+    wide = [np.asarray(array, np.float32) for array in (found, expected)]
+    return float(np.abs(wide[0] - wide[1]).max() / max(np.abs(wide[1]).max(), 1e-30))
 
 
 def jobs(options: argparse.Namespace, target: Target, ceilings: tuple[float, float]) -> Iterator[tuple[str, Job]]:

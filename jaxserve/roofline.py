@@ -162,10 +162,18 @@ def _bytes_per_slot(caches: Sequence[Atom], eqn: JaxprEqn) -> int:
 
 def _rows(name: str, eqn: JaxprEqn) -> Cost:
     """An op that reads and writes rows of its first operand."""
-    x, *others = eqn.invars
+    x = eqn.invars[0]
     rows = spec_of(x).shape[0]
-    fixed = sum(_bytes(other) for other in others if name == "rms_norm")
-    return Cost(name, "f32", fixed, (_bytes(x) + _bytes(eqn.outvars[0])) / rows, of_rows=rows == ROWS)
+    return Cost(name, "f32", 0, (_bytes(x) + _bytes(eqn.outvars[0])) / rows, of_rows=rows == ROWS)
+
+
+def _norm(name: str, eqn: JaxprEqn) -> Cost:
+    """Rows in and out, with a sum two of each; of a stack of weights one."""
+    *arrays, weight = eqn.invars
+    rows = spec_of(arrays[0]).shape[0]
+    stack = 1 if eqn.params["layer"] is None else spec_of(weight).shape[0]
+    each = sum(map(_bytes, (*arrays, *eqn.outvars))) / rows
+    return Cost(name, "f32", _bytes(weight) // stack, each, of_rows=rows == ROWS)
 
 
 _COUNTERS = {
@@ -173,6 +181,7 @@ _COUNTERS = {
     "quantized_matmul": _matmul,
     "paged_attention": _attention,
     "kv_write": _kv_write,
-    "rms_norm": _rows,
+    "rms_norm": _norm,
+    "add_rms_norm": _norm,
     "rope": _rows,
 }

@@ -22,12 +22,11 @@ class FuseNorm(Pass):
 
     Each part is taken where it is there. The addition: of two arrays of one shape, and no other norm has taken it; h
     stays what all its other readers read. The rounding: every reader of n rounds it to the same dtype. The slice that
-    cuts w out of a stack of layers: the op reads its `layer` of the stack. The native CPU kernels do in one pass over a
-    row what XLA does in loops over a few hundred numbers each, which take longer to start than to run.
+    cuts w out of a stack of layers: the op reads its `layer` of the stack. Kernels do in one pass over a row what XLA
+    does in several loops, or launches on a GPU, which take longer to start than to run.
     """
 
     name: ClassVar[str] = "fuse-norm"
-    cpu_only: ClassVar[bool] = True
 
     def run(self, graph: Graph, context: Context) -> PassResult:
         del context

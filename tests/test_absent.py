@@ -83,6 +83,7 @@ def test_who_computes_what_is_said_with_the_reasons():
     assert "4x quantized_matmul by mosaic" in lines
     assert "1x dense_matmul by mosaic" in lines
     assert "1x paged_attention by mosaic" in lines
+    assert "2x rms_norm by mosaic" in lines and "1x add_rms_norm by mosaic" in lines
     assert any("it needs sm_90a, and a100 is sm_80" in line for line in chosen_kernels(graph, GPUS["a100"]))
 
 

@@ -16,11 +16,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels import QuantFormat, Refusal, quantize_rtn
 from jaxserve.pallas_kernels._mosaic import Blocks
 from jaxserve.pallas_kernels._target import compiling_for
+from jaxserve.pallas_kernels.add_rms_norm.op import OP as ADD_RMS_NORM
 from jaxserve.pallas_kernels.dense_matmul import mosaic_gpu as dense
 from jaxserve.pallas_kernels.dense_matmul.op import OP as DENSE
+from jaxserve.pallas_kernels.kv_write import mosaic_gpu as kv_write
+from jaxserve.pallas_kernels.kv_write.format import KV_FORMATS, cache_layout
+from jaxserve.pallas_kernels.kv_write.op import OP as KV_WRITE
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_w4a8 as w4a8
 from jaxserve.pallas_kernels.quantized_matmul.op import OP as QUANTIZED
+from jaxserve.pallas_kernels.rms_norm import mosaic_gpu as norm
+from jaxserve.pallas_kernels.rms_norm.op import OP as RMS_NORM
 from jaxserve.targets import GPUS, H100_SXM
 from tests.pallas_kernels.harness import BF16, F32, normal
 
@@ -123,6 +129,61 @@ def test_weights_of_two_levels(rows, outputs, inputs, group):
     check(kernel, lambda *a: QUANTIZED.reference(*a, **options), x, *given, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "layer", "plus_one"),
+    [(F32, "bfloat16", 1, False), (BF16, None, None, True), (np.dtype(np.float16), None, None, False)],
+)
+def test_norms(dtype, out_dtype, layer, plus_one):
+    """Alone, and of a sum. Statistics are added up in another order, which moves few roundings by one unit."""
+    x, y = normal(0, 2, 2, 1024, dtype=dtype), normal(1, 2, 2, 1024, dtype=dtype)
+    x[0, 0], y[0, 0] = 0, 0
+    weight = normal(2, *(() if layer is None else (2,)), 1024, dtype=BF16)
+    options = {"eps": 1e-5, "plus_one": plus_one, "out_dtype": out_dtype, "layer": layer}
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[str(jnp.dtype(out_dtype or dtype))]
+    check(norm.kernel(x, weight, **options), lambda *a: RMS_NORM.reference(*a, **options), x, weight, rtol=unit)
+    both = norm.add_kernel(x, y, weight, **options)
+    assert not isinstance(both, Refusal), both
+    for index in range(2):
+        check(
+            lambda *a, index=index: both(*a)[index],
+            lambda *a, index=index: ADD_RMS_NORM.reference(*a, **options)[index],
+            *(x, y, weight),
+            rtol=unit,
+        )
+
+
+def test_a_norm_does_not_depend_on_the_other_rows():
+    x, weight = normal(0, 3, 512, dtype=BF16), normal(1, 512, dtype=BF16)
+    options = {"eps": 1e-5, "plus_one": False, "out_dtype": "float32", "layer": None}
+    found = []
+    for rows in (x, x[1:2]):
+        kernel = norm.kernel(rows, weight, **options)
+        assert not isinstance(kernel, Refusal), kernel
+        found.append(kernel(rows, weight))
+    np.testing.assert_array_equal(found[0][1:2], found[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "heads", "dim", "dtype", "layer"),
+    [("int8", 5, 8, 128, F32, 1), ("int4", 9, 8, 64, BF16, None), ("fp8", 3, 24, 64, F32, None)],
+)
+def test_cache_writes(name, tokens, heads, dim, dtype, layer):
+    """The same bytes as the reference's; a row of zeros has no extent, and slots outside the pool write nothing."""
+    format, rng, pages = KV_FORMATS[name], np.random.default_rng(0), 3
+    layout = cache_layout(format, F32, pages, 16, heads, dim, 0 if layer is None else 2).values()
+    caches = [jnp.asarray(rng.integers(0, 9, spec.shape), spec.dtype) for _, spec in [*layout] * 2]
+    k, v = (normal(seed, tokens, heads, dim, dtype=dtype) for seed in range(2))
+    k[0, 0] = 0
+    slots = rng.permutation(pages * 16)[:tokens].astype(np.int32)
+    slots[1:3] = -1, pages * 16
+    options = {"format": format, "layer": layer}
+    kernel = kv_write.kernel(*caches, k, v, slots, **options)
+    assert not isinstance(kernel, Refusal), kernel
+    expected = KV_WRITE.reference(*caches, jnp.asarray(k), jnp.asarray(v), slots, **options)
+    for found, array in zip(kernel(*caches, k, v, slots), expected, strict=True):
+        np.testing.assert_array_equal(found, array)
+
+
 @pytest.mark.parametrize(("outputs", "inputs", "splits"), [(4096, 4096, 4), (28672, 4096, 1), (4096, 14336, 4)])
 def test_the_order_of_adding_up_depends_on_the_weight_alone(outputs, inputs, splits):
     for tokens in (1, 16, 64, 65, 512):
@@ -137,6 +198,14 @@ def test_refusals_say_why():
     assert "it knows bfloat16" in dense.kernel(x, w, out_dtype="float32").reason
     x, w = jax.ShapeDtypeStruct((4, 576), BF16), jax.ShapeDtypeStruct((64, 576), BF16)
     assert "multiple of 64 and inputs one of 128" in dense.kernel(x, w, out_dtype="float32").reason
+    narrow, weight = jax.ShapeDtypeStruct((4, 576), BF16), jax.ShapeDtypeStruct((576,), BF16)
+    options = {"eps": 1e-5, "plus_one": False, "out_dtype": None, "layer": None}
+    assert "4 rows of 576; it knows multiples of 512" in norm.kernel(narrow, weight, **options).reason
+    cache, rows = jax.ShapeDtypeStruct((4, 16, 4, 64), BF16), jax.ShapeDtypeStruct((3, 4, 64), F32)
+    refused = kv_write.kernel(cache, cache, rows, rows, None, format=None, layer=None)
+    assert isinstance(refused, Refusal) and "the cache is bfloat16; XLA needs no more kernels" in refused.reason
+    few = kv_write.kernel(cache, rows, rows, None, format=KV_FORMATS["int8"], layer=None)
+    assert isinstance(few, Refusal) and "scales of 4 KV heads" in few.reason
     with compiling_for(GPUS["a100"]):
         choice = DENSE.choose("cuda", x, w, out_dtype="float32")
     assert choice.name == "reference"

@@ -6,6 +6,7 @@ many temporaries. Speed is not measured.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -20,6 +21,9 @@ from jaxserve.errors import UserError
 from jaxserve.targets import GPUS, Gpu
 
 _DUMP = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1", "JAX_PLATFORMS": "cpu"}
+KERNELS = ("dense_matmul", "quantized_matmul", "paged_attention", "kv_write", "rms_norm", "add_rms_norm")
+"""The ops with kernels for GPUs."""
+
 COLUMNS = ("op", "shape", "kernel", "registers", "spills", "shared_memory", "temporaries", "refused")
 
 
@@ -44,29 +48,14 @@ def report(folder: pathlib.Path) -> dict[str, int]:
 def compile_cases(target: Gpu, match: str, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
     """A row for each shape of each op that has a kernel: who computes it, and ptxas's report."""
     from jaxserve.absent import AbsentGpu
-    from jaxserve.pallas_kernels.add_rms_norm import op as add_norm
-    from jaxserve.pallas_kernels.add_rms_norm import shapes as add_norm_shapes
-    from jaxserve.pallas_kernels.dense_matmul import op as dense
-    from jaxserve.pallas_kernels.dense_matmul import shapes as dense_shapes
-    from jaxserve.pallas_kernels.kv_write import op as kv_write
-    from jaxserve.pallas_kernels.kv_write import shapes as kv_write_shapes
-    from jaxserve.pallas_kernels.paged_attention import op as attention
-    from jaxserve.pallas_kernels.paged_attention import shapes as attention_shapes
-    from jaxserve.pallas_kernels.quantized_matmul import op as quantized
-    from jaxserve.pallas_kernels.quantized_matmul import shapes as quantized_shapes
-    from jaxserve.pallas_kernels.rms_norm import op as norm
-    from jaxserve.pallas_kernels.rms_norm import shapes as norm_shapes
+    from jaxserve.pallas_kernels import OPS
 
     gpu = AbsentGpu(target)
-    for op, shapes in (
-        (dense.OP, dense_shapes),
-        (quantized.OP, quantized_shapes),
-        (attention.OP, attention_shapes),
-        (kv_write.OP, kv_write_shapes),
-        (norm.OP, norm_shapes),
-        (add_norm.OP, add_norm_shapes),
-    ):
-        for case in shapes.cases("bfloat16", packed=False) if shapes is quantized_shapes else shapes.cases("bfloat16"):
+    for name in KERNELS:
+        op = OPS[f"jaxserve.{name}"]
+        shapes = importlib.import_module(f"jaxserve.pallas_kernels.{name}.shapes")
+        packed = {"packed": False} if name == "quantized_matmul" else {}  # panels are the CPU's
+        for case in shapes.cases("bfloat16", **packed):
             if match not in f"{op.name} {case.name}":
                 continue
             with gpu.lowering():

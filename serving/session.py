@@ -20,8 +20,8 @@ from jaxserve.serving.speculation import Speculation
 from jaxserve.serving.stats import EngineObserver
 from jaxserve.text import Tokenizer, load_tokenizer
 
-SPECULATE = ("off", "ngram", "draft")
-DRAFT = "draft"  # the folder of an artifact that may hold one of a draft for it
+DRAFT = "draft"  # also the folder of an artifact that may hold one of a draft for it
+SPECULATE = ("off", "ngram", DRAFT)
 
 
 class Session:
@@ -64,14 +64,13 @@ class Session:
             return None
         if proposer == "ngram":
             return Speculation(NgramProposer(), self.limits.row_sizes)
-        folder = self.folder / DRAFT if proposer == "draft" else pathlib.Path(proposer)
-        if proposer == "draft" and not folder.is_dir():
-            raise UserError(
-                f"--speculate draft: {self.folder} holds none; make one, such as with "
-                f"`jaxserve compile MODEL --draft layers:N -o {folder}`"
-            )
+        folder, advice = pathlib.Path(proposer), f"allowed are {', '.join(SPECULATE)}, or the folder of a draft"
+        if proposer == DRAFT:
+            folder = self.folder / DRAFT
+            how = f"`jaxserve compile MODEL --draft layers:N -o {folder}`"
+            advice = f"{self.folder} holds none; make one, such as with {how}"
         if not folder.is_dir():
-            raise UserError(f"--speculate {proposer}: allowed are {', '.join(SPECULATE)}, or the folder of a draft")
+            raise UserError(f"--speculate {proposer}: {advice}")
         return Speculation(self._draft(folder), self.limits.row_sizes)
 
     def _draft(self, folder: pathlib.Path) -> DraftProposer:

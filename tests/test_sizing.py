@@ -68,6 +68,16 @@ def test_prefill_sees_every_earlier_token_and_computes_one_row_of_logits(llama2)
     assert ops == 2 * 10 * LINEAR // 32 + 2 * 4096 * 32000 + 4 * 4096 * 55
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "w4a16"])
+def test_a_norm_reads_the_weight_of_its_layer_alone(llama2, recipe):
+    costs = count(rewritten_graph(llama2.with_layers(3), {}, recipe))
+    norms = [cost for cost in costs if cost.op.endswith("rms_norm")]
+    assert [cost.op for cost in norms] == ["rms_norm", *["add_rms_norm"] * 5, "rms_norm"]
+    assert {cost.fixed_bytes for cost in norms} == {4 * 4096}
+    numbers = {"rms_norm": 4 + 2, "add_rms_norm": 4 + 4 + 4 + 2}  # bytes: x, another, their sum; the norm in bf16
+    assert all(cost.token_bytes == 4096 * numbers[cost.op] for cost in norms)
+
+
 def test_a_window_bounds_what_is_read():
     cost = Cost("paged_attention", "bf16", key_bytes=4, pair_ops=8, window=16)
     assert (cost.bytes(decode_load(2, 100)), cost.ops(decode_load(2, 100))) == (4 * 32, 8 * 32)

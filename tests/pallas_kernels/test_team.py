@@ -13,16 +13,21 @@ needs_cores = pytest.mark.skipif(
     not is_available() or len(os.sched_getaffinity(0)) < 2, reason="needs the native kernels and two cores"
 )
 
-# Prints the callers' core, where this thread may run inside host_threads and after it, and where the other threads may
-# in the end: the team's have a moment to go where they belong.
+# Prints the callers' core, where this thread may run inside host_threads and after it, and to which cores other threads
+# are bound in the end: the team's, which have a moment to get there, and none of those that XLA calls kernels from.
 PROGRAM = """
 import json, os, time
+import jax, numpy as np
+from jaxserve.pallas_kernels import dense_matmul
 from jaxserve.pallas_kernels._native.cores import host_threads
 from jaxserve.pallas_kernels._native.library import native_library
 known = set(os.listdir("/proc/self/task"))
 core = native_library().jaxserve_callers_core()
 with host_threads():
     inside = sorted(os.sched_getaffinity(0))
+product = jax.jit(dense_matmul)
+for _ in range(50):
+    jax.block_until_ready(product(np.ones((64, 256), np.float32), np.ones((512, 256), np.float32)))
 deadline, wanted = time.monotonic() + 10, len(os.sched_getaffinity(0)) - 1
 alone = []
 while core >= 0 and len(alone) < wanted and time.monotonic() < deadline:

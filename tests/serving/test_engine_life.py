@@ -286,19 +286,28 @@ class Instant:
         return StepResult([5] * 32, [-1.0] * 32, None, [True] * 32)
 
 
-def test_host_time_of_a_step_with_32_sequences():
+def test_host_work_of_a_step_with_32_sequences():
+    """Counted in calls that the engine's thread makes: a time would change with what else the machine does."""
     limits = dataclasses.replace(
         LIMITS, max_num_seqs=32, max_model_len=600, page_size=16, num_pages=1200, token_budget=512
     )
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
 
     async def main(engine):
         asked = [request([2 + i % 20] * 40, max_tokens=400, ignore_eos=True, stop=("xyz",)) for i in range(32)]
         await asyncio.gather(*(read(engine.submit(each)) for each in asked))
-        return engine.stats()["phases"]["host"]
+        return engine.stats()["phases"]["host"]["count"]
 
-    host = serve(main, Instant(), limits)
-    below = sum(host["buckets"][: 1 + next(i for i, bound in enumerate(BOUNDS) if bound > 0.6e-3)])
-    assert below > host["count"] / 2, f"half of the steps must stay below 1 ms: {host}"
+    threading.setprofile(count)  # of threads that start from here on
+    try:
+        steps = serve(main, Instant(), limits)
+    finally:
+        threading.setprofile(None)
+    assert 0 < calls / steps / 32 < 60, "a step calls 53 functions for each sequence, and more would slow every token"
 
 
 def test_the_host_side_needs_no_jax():

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import time
 
 import jax
 import jax.numpy as jnp
@@ -219,7 +218,7 @@ def test_dispatch_returns_while_the_step_runs_and_never_touches_its_inputs(compi
     seqs = [toy.make_sequence(str(i), prompts[i], i, [i]) for i in range(4)]
     for seq in seqs:
         runner.admit(seq)
-    pending, dispatching, start = [], 0.0, time.perf_counter()
+    pending = []
     for position in range(
         8
     ):  # different tokens, rows, slots and tables each time, from the same buffers if any were shared
@@ -231,15 +230,13 @@ def test_dispatch_returns_while_the_step_runs_and_never_touches_its_inputs(compi
             toy.make_row(seq, position, 1, from_state=position >= 3, samples=position >= 2, pages_from=position // 4)
             for seq in order
         ]
-        before = time.perf_counter()
         pending.append(runner.dispatch(step(*rows)))
-        dispatching += time.perf_counter() - before
+    unfinished = sum(not each._outputs["rows"].is_ready() for each in pending)
     results = [p.result() for p in pending]
-    total = time.perf_counter() - start
     for i, seq in enumerate(seqs):
         made = [result.tokens[i if position % 2 else 3 - i] for position, result in enumerate(results) if position >= 2]
         assert made == toy.generate(prompts[i], 6), seq.id
-    assert dispatching < total / 2, f"dispatching 8 steps took {dispatching:.3f} of {total:.3f} s"
+    assert unfinished, "dispatch waited for its step"
     runner.close()
 
 

@@ -81,6 +81,9 @@ class StepCosts:
         self.sizes = tuple(sizes)
         self._ratios = {size: collections.deque[float](maxlen=_RECENT) for size in sizes}
         self._paces = collections.deque[float](maxlen=_PACE)
+        # The medians of both, taken when a step is added: they are asked for while the device waits for the host.
+        self._ratio: dict[int, float] = {}
+        self._pace: float | None = None
         self._used = dict.fromkeys(sizes, 0)
         self.counts = dict.fromkeys(sizes, 0)  # steps of each size
         self._steps = self._last = 0  # how many there were, and the size of the last
@@ -100,25 +103,25 @@ class StepCosts:
         if self.ratio(size) is None or (size != self._last and not self._interrupted):
             if self._steps - self._used[size] > _STALE:
                 self._ratios[size].clear()
-            pace = statistics.median(self._paces) if self._paces else seconds  # the first size has ratio 1
-            self._ratios[size].append(seconds / pace)
+            self._ratios[size].append(seconds / (self._pace or seconds))  # the first size has ratio 1
+            self._ratio[size] = statistics.median(self._ratios[size])
         self._used[size], self._last = self._steps, size
         if (ratio := self.ratio(size)) is not None:
             if self._interrupted:
                 self._paces.clear()
             self._paces.append(seconds / ratio)
+            self._pace = statistics.median(self._paces)
             self._interrupted = False
 
     def ratio(self, size: int) -> float | None:
         """How long a step of one of `sizes` takes next to others, None if it was not measured lately."""
-        recent = self._ratios[size]
-        known = len(recent) >= _ENOUGH and self._steps - self._used[size] <= _STALE
-        return statistics.median(recent) if known else None
+        known = len(self._ratios[size]) >= _ENOUGH and self._steps - self._used[size] <= _STALE
+        return self._ratio[size] if known else None
 
     def seconds(self, size: int) -> float | None:
         """Of a step of one of `sizes` at the pace of now, None if it was not measured lately."""
         ratio = self.ratio(size)
-        return ratio * statistics.median(self._paces) if ratio is not None and self._paces else None
+        return ratio * self._pace if ratio is not None and self._pace is not None else None
 
     def best_count(self, rows: int, gains: Seq[float], extra: Seq[float]) -> int:
         """How many proposals make the most tokens per second beside `rows` tokens that give one each.
@@ -126,6 +129,7 @@ class StepCosts:
         The j-th proposal adds gains[j] expected tokens (falling); j of them take extra[j] seconds beside the step.
         """
         best, speed, seconds = 0, 0.0, None
+        totals = list(itertools.accumulate(gains, initial=rows))
         for size in (size for size in self.sizes if size >= rows):
             measured = self.seconds(size)
             seconds = measured or seconds
@@ -133,7 +137,7 @@ class StepCosts:
                 return 0
             speed = speed or rows / seconds
             for count in range(best + 1, min(size - rows, len(gains)) + 1):
-                found = (rows + sum(gains[:count])) / (seconds + extra[count - 1])
+                found = totals[count] / (seconds + extra[count - 1])
                 if found > speed:
                     best, speed = count, found
             if measured is None:

@@ -28,6 +28,7 @@ FORMATS = (
 CALLS = (
     *((format, None) for format in FORMATS),
     (QuantFormat(8, None, "none", "float32"), "int8"),
+    *((QuantFormat(8, None, "none", "float32", element="e4m3"), activation) for activation in (None, "e4m3")),
     (QuantFormat(4, 32, "zero", "float32", level2="channel"), "int8"),
 )
 

@@ -2,9 +2,11 @@
 
 Requests run at once in the engine of this process. From when all have their first token until one has its last, the
 native kernels time their calls; what a step takes beside them is XLA's own loops, its executor, and waiting for the
-host. With `--prefill` it is one request with a prompt of that length, from its arrival to its only token. Reading as
-many bytes as the weights have with the same threads and doing nothing else is the ceiling of a step of one sequence.
-Both are measured in turns, several times, and the median step is printed.
+host. With `--prefill` it is one request with a prompt of that length, from its arrival to its only token.
+
+Two things bound a step of one sequence: reading as many bytes as the weights have with the same threads and doing
+nothing else, and a bare int4 product with as many weights as the step's matmuls have. The slower one is the ceiling.
+All are measured in turns, several times, and medians are printed.
 """
 
 import argparse
@@ -12,13 +14,15 @@ import asyncio
 import collections
 import functools
 import pathlib
+import re
 import statistics
 import time
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.pallas_kernels._native.profile import Calls, memory_speed, profiled
+from jaxserve.pallas_kernels._native.ceiling import int4_seconds, memory_seconds
+from jaxserve.pallas_kernels._native.profile import Calls, profiled
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits
 from jaxserve.serving.request import GenerationRequest, SamplingParams
@@ -32,6 +36,19 @@ class Run(NamedTuple):
     steps: int
     tokens: int
     calls: list[Calls]
+
+    @property
+    def weights(self) -> int:
+        """Weights that a step's matmuls multiply with, by the shapes in their names."""
+        shapes = [(re.search(r"_matmul .*\[(\d+), (\d+)\]", each.name), each.count) for each in self.calls]
+        return sum(int(shape[1]) * int(shape[2]) * count for shape, count in shapes if shape) // self.steps
+
+
+class Ceiling(NamedTuple):
+    """Seconds that bound a step: for reading its weights, and for a bare product with them where it can be had."""
+
+    reading: float
+    product: float | None
 
 
 async def decode(engine: Engine, vocab: int, concurrency: int, prompt: int, params: SamplingParams) -> Run:
@@ -97,27 +114,41 @@ def main() -> None:
     for length in map(int, filter(None, options.prefill.split(","))):
         runs.append((f"a prompt of {length}", functools.partial(prefill, prompt=length)))
     for name, run in runs:
-        rounds, speeds = [], []
+        rounds, ceilings = [], []
         for _ in range(options.rounds):
-            speeds.append(memory_speed(size))
             with session.running(prefix_caching=False) as engine:
                 rounds.append(asyncio.run(run(engine, session.limits.vocab_size)))
+            ceilings.append(Ceiling(memory_seconds(size), int4_seconds(rounds[-1].weights)))
         rounds.sort(key=lambda found: found.seconds / found.steps)
-        _print(name, size, statistics.median(speeds), rounds[len(rounds) // 2])
+        products = [each.product for each in ceilings if each.product]
+        product = statistics.median(products) if products else None
+        reading = statistics.median(each.reading for each in ceilings)
+        _print(name, size, Ceiling(reading, product), rounds[len(rounds) // 2])
 
 
-def _print(name: str, size: int, speed: float, run: Run) -> None:
-    steps, step, floor = run.steps, 1e3 * run.seconds / run.steps, 1e3 * size / speed
+def _print(name: str, size: int, ceiling: Ceiling, run: Run) -> None:
+    steps, step = run.steps, 1e3 * run.seconds / run.steps
     print(f"\n{name}: {step:.2f} ms a step, {run.tokens / run.seconds:.0f} tokens/s")
     print(f"{'':44} {'calls':>6} {'us a call':>10} {'ms a step':>10} {'share':>6}")
-    rest = step
+
+    def line(what: str, ms: float, calls: str = "", us: str = "") -> None:
+        print(f"{what:44} {calls:>6} {us:>10} {ms:10.3f} {ms / step:6.0%}")
+
     for each in run.calls:
-        ms, us = 1e3 * each.seconds / steps, 1e6 * each.seconds / each.count
-        print(f"{each.name:44} {each.count / steps:6.1f} {us:10.1f} {ms:10.3f} {ms / step:6.0%}")
-        rest -= ms
-    print(f"{'the rest: XLA, its executor, the host':44} {'':6} {'':10} {rest:10.3f} {rest / step:6.0%}")
-    print(f"{'all weights read once, nothing else':44} {'':6} {'':10} {floor:10.3f} {floor / step:6.0%}")
-    print(f"({size / 1e6:.1f} MB at {speed / 1e9:.1f} GB/s)")
+        line(
+            each.name, 1e3 * each.seconds / steps, f"{each.count / steps:.1f}", f"{1e6 * each.seconds / each.count:.1f}"
+        )
+    line("the rest: XLA, its executor, the host", step - sum(1e3 * each.seconds / steps for each in run.calls))
+    line("all weights read once, nothing else", 1e3 * ceiling.reading)
+    if ceiling.product:
+        line("a bare int4 product with as many weights", 1e3 * ceiling.product)
+    speeds = [f"{size / 1e6:.1f} MB at {size / ceiling.reading / 1e9:.1f} GB/s"]
+    if ceiling.product:
+        speeds.append(f"{run.weights / 1e6:.1f} M weights at {run.weights / ceiling.product / 1e9:.1f} G/s")
+    else:
+        speeds.append("no bare product: it is for AVX512-VNNI, which is not in use")
+    bound = max(ceiling.reading, ceiling.product or 0.0)
+    print(f"({'; '.join(speeds)})\nthe step reaches {1e3 * bound / step:.0%} of the speed of the slower one")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@
 #include <map>
 #include <mutex>
 
-#include "team.h"
-
 namespace jaxserve {
 namespace {
 
@@ -47,18 +45,4 @@ extern "C" int64_t jaxserve_profile_read(char* to, int64_t bytes) {
   const int64_t size = std::min<int64_t>(text.size(), bytes);
   std::memcpy(to, text.data(), size);
   return size;
-}
-
-// For Python: reads some memory with all threads and does nothing else. Returns the sum of its words.
-extern "C" uint64_t jaxserve_read_memory(const uint64_t* data, int64_t words) {
-  std::atomic<uint64_t> total{0};
-  jaxserve::Team::get().ranges(words / 8, 2048, [&](int64_t first, int64_t last, int) {
-    uint64_t sums[8] = {};
-    for (int64_t line = first; line < last; ++line) {
-      __builtin_prefetch(data + 8 * std::min(line + 64, words / 8 - 1));
-      for (int i = 0; i < 8; ++i) sums[i] += data[8 * line + i];
-    }
-    for (const uint64_t sum : sums) total.fetch_add(sum, std::memory_order_relaxed);
-  });
-  return total.load();
 }

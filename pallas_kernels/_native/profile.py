@@ -1,12 +1,9 @@
-"""What the native kernels take: time by name of call, and the memory speed that bounds them."""
+"""What the native kernels take: time by name of call."""
 
 import contextlib
 import ctypes
 import dataclasses
-import time
 from collections.abc import Iterator
-
-import numpy as np
 
 from jaxserve.pallas_kernels._native.library import native_library
 
@@ -42,14 +39,3 @@ def profiled() -> Iterator[Profile]:
         yield Profile()
     finally:
         native_library().jaxserve_profile(0)
-
-
-def memory_speed(size: int, repeats: int = 5) -> float:
-    """Bytes a second that the kernels' threads read of `size` bytes while they do nothing else: the median."""
-    words = np.ones(size // 8, np.uint64)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        native_library().jaxserve_read_memory(ctypes.c_void_p(words.ctypes.data), ctypes.c_int64(len(words)))
-        seconds.append(time.perf_counter() - start)
-    return words.nbytes / float(np.median(seconds))

@@ -5,6 +5,8 @@
 //
 // Of int8 activations: y[t, o] = unit[t] * channel[o] * sum_g factor[o, g] * sum_i x[t, i] (q[o, i] - zero[o, g]), in int32 up
 // to the two scales, where factor is a second level of scales, or 1.
+//
+// Numbers of e4m3, of weights and of activations, are exact in bf16 and in float32, and so are their products in float32.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -36,6 +38,8 @@ struct Weight {
   const void* channel;  // [O] of channel_type where activations are int8
   Type channel_type;
 
+  bool e4m3;    // whether codes are numbers of float8_e4m3fn, and not integers
+  bool rounds;  // whether activations are rounded to such numbers, too
   bool panels;  // whether it lies in panels of sixteen outputs (layout.py), and not row after row
 
   int64_t row_bytes() const { return inputs * bits / 8; }
@@ -63,8 +67,9 @@ struct Weight {
 };
 
 // How activations are laid out: float32 to meet one output at a time (kernel.inc), or to meet sixteen of them (panel.inc),
-// as bf16 or as whole numbers of a few bytes, limbs. The same of int8: to meet one output, or sixteen.
-enum class Kind { kRows, kBf16, kLimbs, kByteRows, kBytes };
+// as bf16, for weights of integers or of e4m3, or as whole numbers of a few bytes, limbs. The same of int8: to meet one
+// output, or sixteen.
+enum class Kind { kRows, kBf16, kE4m3, kLimbs, kByteRows, kBytes };
 
 // Bytes of a number: rounded to 2^-23 of the largest of its group, as float32 would have it. Two bytes, 2^-16, move logits
 // by 1e-3 where all weights have 8 bits.
@@ -84,7 +89,7 @@ struct Activations {
   Kind kind;
   void* x;
   float* sums;      // [rows, G], of kRows [rows, padded groups]
-  float* unit;      // [rows, G], of int8 [rows]
+  float* unit;      // of limbs [rows, G], else [rows]: what numbers of x are multiples of, or 1
   int32_t* raised;  // [rows, G, limbs]
 
   // Those to which row `row` belongs.
@@ -154,13 +159,14 @@ ffi::Error quantized_matmul(ffi::BufferR0<ffi::S32> layer, ffi::AnyBuffer x, ffi
                             ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t group, std::string_view offset, std::string_view activation,
                             bool level2) {
   const int64_t inputs = x.dimensions().back(), outputs = y->dimensions().back();
+  const bool is_e4m3 = codes.element_type() == ffi::F8E4M3FN;
   const Timed timed([&] {
-    return "quantized_matmul int" + std::to_string(bits) + " [" + std::to_string(outputs) + ", " + std::to_string(inputs) + "]";
+    return "quantized_matmul " + (is_e4m3 ? "e4m3" : "int" + std::to_string(bits)) + " [" + std::to_string(outputs) + ", " + std::to_string(inputs) + "]";
   });
   if (group <= 0) return invalid("quantized_matmul: a group is empty");
   Weight w{static_cast<const uint8_t*>(codes.untyped_data()), scale.untyped_data(), nullptr, outputs, inputs, group,
            (inputs + group - 1) / group, static_cast<int>(bits), Offset::kNone, type_of(scale.element_type()), nullptr, Type::kF32,
-           codes.dimensions().size() > 3};  // [O/16, C, 16, 4], or [O, ...]; of several layers, with an axis more
+           is_e4m3, activation == "e4m3", codes.dimensions().size() > 3};  // [O/16, C, 16, 4], or [O, ...]; of several layers, with an axis more
   std::size_t next = 0;
   if (offset != "none") {
     auto field = rest.get<ffi::AnyBuffer>(next++);
@@ -177,7 +183,7 @@ ffi::Error quantized_matmul(ffi::BufferR0<ffi::S32> layer, ffi::AnyBuffer x, ffi
     w.channel = field->untyped_data();
     w.channel_type = type_of(field->element_type());
     w.scale_type = Type::kU8;
-  } else if (!activation.empty()) {
+  } else if (activation == "int8" || activation == "int8-static") {
     if (w.groups != 1) return invalid("quantized_matmul: int8 activations take one scale an output");
     w.channel = w.scale;
     w.channel_type = w.scale_type;

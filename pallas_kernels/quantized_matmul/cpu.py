@@ -32,10 +32,11 @@ def kernel(
     if x.dtype.name not in ACTIVATIONS or out_dtype not in ACTIVATIONS:
         return Refusal(f"activations are {x.dtype.name} and results {out_dtype}; it knows {', '.join(ACTIVATIONS)}")
     exact = format.whole and activation in ("int8", "int8-static")
-    if format.element != "int" or (not exact and (activation is not None or format.level2)):
+    known = (None, "e4m3") if format.element == "e4m3" else (None,)
+    if not exact and (activation not in known or format.level2):
         return Refusal(
-            f"it knows integer weights with one level of scales and float activations, or weights of whole numbers and "
-            f"int8 ones, not {format} and {activation or x.dtype.name}"
+            f"it knows weights with one level of scales and float activations, weights of whole numbers and int8 ones, "
+            f"and e4m3 for both, not {format} and {activation or x.dtype.name}"
         )
     outputs, inputs = shape
     if exact and inputs > MOST_INPUTS:

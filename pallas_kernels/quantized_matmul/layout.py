@@ -30,8 +30,6 @@ def refusal(format: QuantFormat, outputs: int, inputs: int) -> str | None:
     """Why a weight [outputs, inputs] cannot lie in panels, or None if it can."""
     each = BYTES * 8 // (4 if format.packed else 8)  # inputs of a column
     group = format.group_size(inputs)
-    if format.element != "int":
-        return f"panels are for integers, not {format.element}"
     if outputs % OUTPUTS:
         return f"{outputs} outputs are no multiple of {OUTPUTS}"
     if inputs % each or (group < inputs and group % each):

@@ -15,6 +15,7 @@ from jaxserve.pallas_kernels import (
 from jaxserve.pallas_kernels._native import describe, is_available, native_call
 from jaxserve.pallas_kernels.dense_matmul.shapes import cases as dense_cases
 from jaxserve.pallas_kernels.quantized_matmul import layout
+from jaxserve.pallas_kernels.quantized_matmul.format import E4M3
 from tests.pallas_kernels import oracles
 from tests.pallas_kernels.harness import (
     BF16,
@@ -56,7 +57,7 @@ def weight(format, outputs=24, inputs=80):
 
 @native_implementations
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-@pytest.mark.parametrize("activation", [None, "int8"])
+@pytest.mark.parametrize("activation", [None, "int8", "e4m3"])
 def test_one_layer_of_several(implementation, format, activation):
     """The same bytes as from that layer's arrays alone; the others hold nothing of use."""
     tensor, _ = weight(format)
@@ -81,7 +82,7 @@ PANELS = [format for format in FORMATS if layout.refusal(format, 48, 80) is None
 @native_implementations
 class TestQuantizedMatmulOfPanels:
     @pytest.mark.parametrize("format", PANELS, ids=str)
-    @pytest.mark.parametrize("activation", [None, "int8"])
+    @pytest.mark.parametrize("activation", [None, "int8", "e4m3"])
     @dtypes
     @pytest.mark.parametrize("rows", [1, 11])
     def test_has_the_bytes_of_row_after_row(self, implementation, format, activation, dtype, rows):
@@ -224,11 +225,12 @@ class TestQuantizedActivations:
         error = np.abs(found - wide(x) @ expected.T).max(axis=-1)
         assert 0 < error[0, 1] < 1.5  # quantized, and with some sense
 
-    @pytest.mark.parametrize("activation", [None, "int8"])
+    @pytest.mark.parametrize("activation", [None, "int8", "e4m3"])
     @pytest.mark.parametrize("place", [0, 40, 79])
     @pytest.mark.parametrize("panels", [False, True], ids=["rows", "panels"])
     def test_a_number_that_is_none_spoils_its_row_alone(self, implementation, activation, place, panels):
-        tensor, _ = weight(QuantFormat(8, None, "none", "float32"), outputs=48)
+        element = "e4m3" if activation == "e4m3" else "int"
+        tensor, _ = weight(QuantFormat(8, None, "none", "float32", element=element), outputs=48)
         arrays = in_panels(tensor) if panels else tensor.arrays.values()
         x = normal(0, 3, 80)
         x[1, place] = np.nan
@@ -272,6 +274,40 @@ class TestQuantizedActivations:
         found = compute(implementation, quantized_matmul, x, *fields.values(), **form)
         total = x.astype(np.int64) @ integers.T.astype(np.int64)
         np.testing.assert_array_equal(found, total.astype(np.float32))
+
+
+@native_implementations
+@pytest.mark.parametrize("panels", [False, True], ids=["rows", "panels"])
+class TestQuantizedE4m3:
+    FORMAT = QuantFormat(8, None, "none", "float32", element="e4m3")
+
+    def options(self, codes, panels, activation):
+        fields = {"codes": codes, "scale": np.ones((len(codes), 1), F32)}
+        arrays = [layout.pack(name, array) if panels else array for name, array in fields.items()]
+        place = {"layout": "panels" if panels else None, "activation": activation}
+        return arrays, {"format": self.FORMAT, "shape": codes.shape, "out_dtype": F32, **place}
+
+    @dtypes
+    @pytest.mark.parametrize("activation", [None, "e4m3"])
+    def test_every_code_stands_for_its_number(self, implementation, panels, dtype, activation):
+        codes, x = np.zeros((256, 8), E4M3), np.zeros((1, 8), dtype)
+        codes[:, 5], x[0, 5] = np.arange(256, dtype=np.uint8).view(E4M3), 1
+        arrays, options = self.options(codes, panels, activation)
+        found = compute(implementation, quantized_matmul, x, *arrays, **options)
+        if activation is None:
+            np.testing.assert_array_equal(found[0], codes[:, 5].astype(F32))
+        else:  # 448 times 1/448
+            np.testing.assert_allclose(found[0], codes[:, 5].astype(F32), rtol=2e-7)
+
+    def test_activations_are_rounded_to_the_nearest_number_and_ties_to_even(self, implementation, panels):
+        numbers = np.arange(127, dtype=np.uint8).view(E4M3).astype(F32)
+        ties = (numbers[1:] + numbers[:-1]) / 2
+        some = np.concatenate([numbers, ties, np.nextafter(ties, F32.type(0)), np.nextafter(ties, F32.type(448))])
+        codes, x = np.zeros((16, 12), E4M3), np.zeros((2 * len(some), 12), F32)
+        codes[:, 9], x[:, 9], x[:, 2] = 1, np.concatenate([some, -some]), 448  # whose unit is 1
+        arrays, options = self.options(codes, panels, "e4m3")
+        found = compute(implementation, quantized_matmul, x, *arrays, **options)
+        np.testing.assert_array_equal(found[:, 0], x[:, 9].astype(E4M3).astype(F32))
 
 
 def test_layers_are_not_dequantized_all_at_once():

@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.pallas_kernels import QuantFormat, dense_matmul, paged_attention, quantize_rtn, quantized_matmul
 from jaxserve.pallas_kernels._native import describe, is_available
+from jaxserve.pallas_kernels._native.ceiling import GROUP, int4_product, int4_seconds
 from jaxserve.pallas_kernels._native.profile import profiled
 from jaxserve.pallas_kernels.kv_write.format import KV_FORMATS, encode
 from jaxserve.pallas_kernels.quantized_matmul import layout
@@ -27,6 +28,7 @@ FORMATS = (
 CALLS = (
     *((format, None) for format in FORMATS),
     (QuantFormat(8, None, "none", "float32"), "int8"),
+    *((QuantFormat(8, None, "none", "float32", element="e4m3"), activation) for activation in (None, "e4m3")),
     (QuantFormat(4, 32, "zero", "float32", level2="channel"), "int8"),
 )
 
@@ -34,7 +36,9 @@ KERNELS = (  # their files of tests
     *("matmul", "kv_write", "paged_attention", "rms_norm", "gated_activation", "sample_logits"),
     "native",
 )
-PARTS = "Dense or Quantized or Kv or Paged or Sample or Norm or Gated or company"  # of the names of tests in them
+PARTS = (
+    "Dense or Quantized or Kv or Paged or Sample or Norm or Gated or company or bare"  # of the names of tests in them
+)
 
 pytestmark = pytest.mark.skipif(not is_available(), reason=describe())
 
@@ -122,6 +126,23 @@ def test_a_profile_counts_the_calls_of_each_shape():
     assert (found.name, found.count) == ("quantized_matmul int4 [32, 64]", 2) and found.seconds > 0
     with profiled() as profile:
         assert profile.calls() == []
+
+
+def test_the_bare_product_that_bounds_a_step_computes_what_it_says():
+    """Else it would be no ceiling. 9 blocks are more than one thread's share."""
+    rng = np.random.default_rng(0)
+    codes, scale = rng.integers(0, 16, (9 * 64, 3 * 128)), rng.normal(size=(9 * 64, 3)).astype(np.float32)
+    x = rng.integers(-128, 128, 3 * 128).astype(np.int8)
+    halves = codes.reshape(9, 64, 3, 16, 2, 4).transpose(0, 2, 3, 1, 5, 4)  # [block, group, column, output, byte, half]
+    packed = np.empty((9, 3), GROUP)
+    packed["codes"] = halves[..., 0] | halves[..., 1] << 4
+    packed["scale"] = scale.reshape(9, 64, 3).swapaxes(1, 2)
+    y = int4_product(packed, x)
+    if y is None:
+        assert "avx512" not in describe() and int4_seconds(1) is None
+        return
+    dots = ((codes - 8) * x.astype(np.int64)).reshape(9 * 64, 3, 128).sum(axis=-1)
+    np.testing.assert_allclose(y, (dots * scale).sum(axis=-1), rtol=1e-6, atol=1e-2)
 
 
 def test_another_build_that_is_not_there_is_an_error(tmp_path):

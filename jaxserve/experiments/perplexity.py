@@ -2,7 +2,8 @@
 
 Windows differ far more from each other than recipes do, so two recipes are compared by the mean over windows of the
 difference in mean negative log-likelihood, and its standard error: here with the first of --recipes, or with --against,
-the --json of another run on the same windows.
+the --json of another run on the same windows. With --references each is scored twice and compared with itself: by our
+kernels, and by the references that define what they compute.
 """
 
 import json
@@ -14,9 +15,12 @@ from absl import flags
 from jaxserve.errors import UserError
 from jaxserve.experiments import common, pipelines, scoring
 from jaxserve.experiments.common import Settings
-from jaxserve.experiments.scoring import Windows
+from jaxserve.experiments.scoring import Score, Windows
 
 AGAINST = flags.DEFINE_string("against", None, "JSON of an earlier run on the same windows to compare with")
+REFERENCES = flags.DEFINE_bool(
+    "references", False, "score each pipeline also by XLA's references of our ops, and compare its kernels with them"
+)
 
 
 def earlier_run(path: pathlib.Path, windows: Windows) -> dict[str, Sequence[float]]:
@@ -35,9 +39,17 @@ def earlier_run(path: pathlib.Path, windows: Windows) -> dict[str, Sequence[floa
 def run(settings: Settings) -> None:
     """The command."""
     chosen = pipelines.chosen_pipelines("f32,bf16,w8a16,w4a16")
+    if AGAINST.value and REFERENCES.value:
+        raise UserError("--against and --references: a pipeline is compared with one thing; leave one out")
     windows = Windows.from_flags(settings)
-    reference = earlier_run(pathlib.Path(AGAINST.value), windows) if AGAINST.value else None
-    scores = [scoring.score(name, passes, windows, settings) for name, passes in chosen.items()]
+    reference = earlier_run(pathlib.Path(AGAINST.value), windows) if AGAINST.value else {}
+    scores: list[Score] = []
+    for name, passes in chosen.items():
+        variants = {name: False, f"{name} (XLA)": True} if REFERENCES.value else {name: False}
+        found = scoring.score_variants(variants, passes, windows, settings)
+        scores += found
+        if REFERENCES.value:
+            reference |= {each.name: found[-1].nll for each in found}
     scoring.deliver("perplexity", scores, windows, settings, reference)
 
 

@@ -80,19 +80,28 @@ class Score:
 
 def score(name: str, passes: Sequence[Pass], windows: Windows, settings: Settings) -> Score:
     """Builds the model that the passes make of the settings' model, and scores the windows with it."""
+    return score_variants({name: False}, passes, windows, settings)[0]
+
+
+def score_variants(
+    variants: Mapping[str, bool], passes: Sequence[Pass], windows: Windows, settings: Settings
+) -> list[Score]:
+    """`score` of one model, once for each name: where it is true by XLA's references in place of our kernels."""
     report, start = Reporter(), time.perf_counter()
     model = rewritten_model(settings.model, passes, windows.context, settings.calibration, report)
-    nll: list[float] = []
-    with report.stage("score", name, total=len(windows.ids)) as stage:
-        for window in windows.ids:
-            ids = np.asarray(window, np.int32)
-            nll.append(float(window_nll(model.window_logits(ids), ids)))
-            stage.advance(f"window {nll[-1]:.4f}")
-        size = sum(np.asarray(value).nbytes for value in model.params.values())
-        spec = ",".join(map(str, passes))
-        result = Score(name, spec, tuple(nll), size, time.perf_counter() - start)
-        stage.done(f"{name}: perplexity {result.perplexity:.3f}")
-    return result
+    size = sum(np.asarray(value).nbytes for value in model.params.values())
+    scores = []
+    for name, references in variants.items():
+        nll: list[float] = []
+        with report.stage("score", name, total=len(windows.ids)) as stage:
+            for window in windows.ids:
+                ids = np.asarray(window, np.int32)
+                nll.append(float(window_nll(model.window_logits(ids, references=references), ids)))
+                stage.advance(f"window {nll[-1]:.4f}")
+            scores.append(Score(name, ",".join(map(str, passes)), tuple(nll), size, time.perf_counter() - start))
+            stage.done(f"{name}: perplexity {scores[-1].perplexity:.3f}")
+        start = time.perf_counter()
+    return scores
 
 
 @jax.jit
@@ -127,9 +136,10 @@ def deliver(
     for one in scores:
         theirs = reference.get(one.name, next(iter(reference.values())) if len(reference) == 1 else None)
         mean, error = paired(one.nll, theirs) if theirs is not None else (None, None)
-        rows.append([one.name, one.perplexity, mean, error, one.weight_bytes / 1e6, round(one.seconds, 1)])
+        percent = 100 * math.expm1(min(mean, 700)) if mean is not None else None
+        rows.append([one.name, one.perplexity, mean, error, percent, one.weight_bytes / 1e6, round(one.seconds, 1)])
     title = f"{settings.model}, {windows}"
-    print_table(title, ["pipeline", "perplexity", "Δ nll", "± error", "weights, MB", "seconds"], rows)
+    print_table(title, ["pipeline", "perplexity", "Δ nll", "± error", "Δ %", "weights, MB", "seconds"], rows)
     data = {
         "experiment": experiment,
         "settings": settings.to_json(),

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxserve.experiments.common import Settings
 from jaxserve.models.resolve import resolve
 from jaxserve.passes.pipeline import Pass
 from jaxserve.reporting import Reporter, print_table
-from jaxserve.rewritten import rewritten_model
+from jaxserve.rewritten import Rewritten, rewritten_model
 
 TEXT = flags.DEFINE_string("text", None, "UTF-8 text to measure on, used as it is")
 CONTEXT = flags.DEFINE_integer("context", 2048, "tokens a window of it", lower_bound=2)
@@ -80,23 +80,26 @@ class Score:
 
 def score(name: str, passes: Sequence[Pass], windows: Windows, settings: Settings) -> Score:
     """Builds the model that the passes make of the settings' model, and scores the windows with it."""
-    return score_variants({name: False}, passes, windows, settings)[0]
+    return score_variants({name: lambda model: model.window_logits}, passes, windows, settings)[0]
 
 
 def score_variants(
-    variants: Mapping[str, bool], passes: Sequence[Pass], windows: Windows, settings: Settings
+    variants: Mapping[str, Callable[[Rewritten], Callable[[np.ndarray], jax.Array]]],
+    passes: Sequence[Pass],
+    windows: Windows,
+    settings: Settings,
 ) -> list[Score]:
-    """`score` of one model, once for each name: where it is true by XLA's references in place of our kernels."""
+    """`score` by name of what computes the logits of a window, each made of the one model."""
     report, start = Reporter(), time.perf_counter()
     model = rewritten_model(settings.model, passes, windows.context, settings.calibration, report)
     size = sum(np.asarray(value).nbytes for value in model.params.values())
     scores = []
-    for name, references in variants.items():
-        nll: list[float] = []
+    for name, variant in variants.items():
+        nll, logits = list[float](), variant(model)
         with report.stage("score", name, total=len(windows.ids)) as stage:
             for window in windows.ids:
                 ids = np.asarray(window, np.int32)
-                nll.append(float(window_nll(model.window_logits(ids, references=references), ids)))
+                nll.append(float(window_nll(logits(ids), ids)))
                 stage.advance(f"window {nll[-1]:.4f}")
             scores.append(Score(name, ",".join(map(str, passes)), tuple(nll), size, time.perf_counter() - start))
             stage.done(f"{name}: perplexity {scores[-1].perplexity:.3f}")

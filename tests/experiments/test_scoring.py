@@ -101,17 +101,21 @@ def test_who_is_compared_with_whom(parse, capsys):
 
 
 def test_kernels_against_their_references(parse, tmp_path, capsys):
-    """Each pipeline twice, on the same weights, and compared with itself and not with the first one."""
+    """Each pipeline on the same weights, compared with itself and not with the first one; and what a move does."""
     file = tmp_path / "run.json"
     perplexity.run(parse(recipes=["f32,w4a16"], activations="f32", references=True, json=file))
     rows = json.loads(file.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["f32", "f32 (XLA)", "w4a16", "w4a16 (XLA)"]
-    for ours, theirs in (rows[:2], rows[2:]):
+    assert [row["name"] for row in rows] == [
+        f"{name}{what}" for name in ("f32", "w4a16") for what in ("", " (XLA)", " (moved)")
+    ]
+    for ours, theirs, moved in (rows[:3], rows[3:]):
         np.testing.assert_allclose(ours["nll"], theirs["nll"], rtol=1e-5)
+        np.testing.assert_allclose(ours["nll"], moved["nll"], rtol=1e-5)
+        assert ours["nll"] != moved["nll"]
         assert ours["weight_bytes"] == theirs["weight_bytes"] and ours["spec"] == theirs["spec"]
-    assert abs(rows[0]["nll"][0] - rows[2]["nll"][0]) > 1e-3
-    lines = [line.replace(" (XLA)", "") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert all(abs(float(line.split()[4])) < 0.01 for line in lines)
+    assert abs(rows[0]["nll"][0] - rows[3]["nll"][0]) > 1e-3
+    lines = [line for line in capsys.readouterr().out.splitlines()[2:] if "(XLA)" not in line]
+    assert len(lines) == 4 and all(abs(float(line.replace(" (moved)", "").split()[4])) < 0.01 for line in lines)
     with pytest.raises(UserError, match="leave one out"):
         perplexity.run(parse(references=True, against=file))
 

@@ -3,6 +3,7 @@
 # make spec-bench   the answers to Spec-Bench's 480 questions with and without speculative decoding
 # make gpu-compile-test   the GPU kernels, compiled for an H100 without one, in an environment of its own
 # make sanitize   the tests of the native kernels, built with sanitizers
+# make wheel-test   the wheel of what is committed, installed into an empty environment and used there
 # The environment is made once, and again only when pyproject.toml changes; nothing else needs the network.
 
 ENV := .venv
@@ -22,7 +23,7 @@ INSTALLED_TEST := $(ENV)/.installed-test-$(VERSION)
 
 export PYTHON
 
-.PHONY: serve test pytest slow spec-bench gpu-compile-test sanitize lint env clean distclean
+.PHONY: serve test pytest slow spec-bench gpu-compile-test sanitize wheel-test lint env clean distclean
 
 serve: $(ARTIFACT)/manifest.json
 	$(ENV)/bin/jaxserve serve $(ARTIFACT) --host $(HOST) --port $(PORT) $(SERVE_FLAGS)
@@ -43,6 +44,9 @@ spec-bench: $(INSTALLED_TEST)
 
 sanitize: $(INSTALLED_TEST)
 	PYTHON=$(ENV)/bin/python tools/sanitize.sh
+
+wheel-test: $(INSTALLED_TEST)
+	$(ENV)/bin/python tools/wheel_test.py
 
 # Of CUDA only what compiles: XLA's plugin and ptxas.
 gpu-compile-test: $(GPU_ENV)/.installed-$(VERSION)

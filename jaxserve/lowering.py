@@ -59,17 +59,20 @@ def trace_model(
 
 
 def graph_forward(
-    graph: Graph, *, loops: bool = False
+    graph: Graph, *, loops: bool = False, references: bool = False
 ) -> Callable[[Arrays, Arrays, Arrays], tuple[dict[str, Array], Float[Array, "R V"]]]:
     """forward(params, caches, args) -> (caches, logits), each a dict by name: what a step function is built on. With
-    `loops`, layers that compute alike run in a loop.
+    `loops`, layers that compute alike run in a loop; with `references`, no kernel stands in for an op's reference.
 
     Raises KeyError at trace time when the graph reads an argument that the step does not offer.
     """
 
     def forward(params: Arrays, caches: Arrays, args: Arrays) -> tuple[dict[str, Array], Float[Array, "R V"]]:
         values = {**params, **caches, **args}
-        results = call_with_loops(graph, values) if loops else graph.call(values)
+        if references:
+            results = graph.call_references(values)
+        else:
+            results = call_with_loops(graph, values) if loops else graph.call(values)
         updated = {output.replaces: results[output.name] for output in graph.outputs if output.replaces}
         return {str(name): value for name, value in updated.items()}, results["logits"]
 

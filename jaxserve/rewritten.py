@@ -36,13 +36,15 @@ class Rewritten:
     params: Mapping[str, jax.Array]
     stages: tuple[Stage, ...]
     _logits: Callable[[Mapping[str, jax.Array], jax.Array], jax.Array]
+    _reference_logits: Callable[[Mapping[str, jax.Array], jax.Array], jax.Array]
 
-    def window_logits(self, ids: Sequence[int] | np.ndarray) -> jax.Array:
-        """Logits [T, V] float32 of a sequence of exactly T ids; ValueError for another length."""
+    def window_logits(self, ids: Sequence[int] | np.ndarray, *, references: bool = False) -> jax.Array:
+        """Logits [T, V] float32 of a sequence of exactly T ids; ValueError for another length. With `references`, XLA's
+        reference of every op computes them in place of our kernels."""
         array = jnp.asarray(ids, jnp.int32)
         if array.shape != (self.tokens,):
             raise ValueError(f"the model was built for {self.tokens} tokens, not for {list(array.shape)}")
-        return self._logits(self.params, array)
+        return (self._reference_logits if references else self._logits)(self.params, array)
 
 
 def rewritten_model(
@@ -75,12 +77,15 @@ def rewritten_model(
             weights = calibrate(trace, steps, checkpoint, text.ids, pathlib.Path(folder), report)
         arrays = weights.plan.materialize(result.graph, weights.source)
         params = {path: jnp.array(value) for path, value in arrays}
-    return Rewritten(tokens, params, result.stages, jax.jit(_whole_sequence(result.graph, tokens, page)))
+    both = (jax.jit(_whole_sequence(result.graph, tokens, page, references)) for references in (False, True))
+    return Rewritten(tokens, params, result.stages, *both)
 
 
-def _whole_sequence(graph: Graph, tokens: int, page: int) -> Callable[[Mapping[str, jax.Array], jax.Array], jax.Array]:
+def _whole_sequence(
+    graph: Graph, tokens: int, page: int, references: bool
+) -> Callable[[Mapping[str, jax.Array], jax.Array], jax.Array]:
     """(params, ids [T]) -> logits [T, V] of one sequence whose pages lie in order."""
-    forward, caches = graph_forward(graph), specs_of(graph, "cache")
+    forward, caches = graph_forward(graph, references=references), specs_of(graph, "cache")
     pages = math.ceil(tokens / page)
 
     def logits(params: Mapping[str, jax.Array], ids: jax.Array) -> jax.Array:

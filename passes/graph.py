@@ -8,18 +8,21 @@ Invariants, checked by `passes.verify` after every pass:
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
 from typing import Literal as Choice
 
 import jax
 import numpy as np
 
 from jaxserve._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jaxserve.pallas_kernels import QuantFormat
+from jaxserve.pallas_kernels import OPS, QuantFormat
 
 Kind = Choice["param", "cache", "state", "arg"]
 KINDS = ("param", "cache", "state", "arg")  # also the order in which a rewritten graph lists its inputs
+
+Values = dict[Var, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +163,30 @@ class Graph:
         """Runs the graph on inputs by path (others are ignored); gives outputs by name. Traceable by jit."""
         results = jaxpr_as_fun(self.jaxpr)(*(values[entry.path] for entry in self.inputs))
         return {output.name: value for output, value in zip(self.outputs, results, strict=True)}
+
+    def call_references(self, values: Mapping[str, jax.Array | np.ndarray]) -> dict[str, jax.Array]:
+        """What `call` computes, by the references of our ops alone: no kernel takes part."""
+        known: Values = {var: values[entry.path] for var, entry in self._input_of_var.items()}
+        for eqn in self.eqns:
+            op = OPS.get(eqn.primitive.name)
+            run_eqn(eqn, known, partial(op.reference if op else eqn.primitive.bind, **eqn.params))
+        return self.results(known)
+
+    def results(self, known: Values) -> dict[str, jax.Array]:
+        """The outputs by name, of the values of all variables."""
+        ends = zip(self.outputs, self.jaxpr.outvars, strict=True)
+        return {output.name: value_of(atom, known) for output, atom in ends}
+
+
+def value_of(atom: Atom, known: Values) -> Any:
+    """The value of a variable that is known, or of a literal."""
+    return atom.val if isinstance(atom, Literal) else known[atom]
+
+
+def run_eqn(eqn: JaxprEqn, known: Values, compute: Callable[..., Any]) -> None:
+    """Adds what `compute` makes of an equation's operands to the values known."""
+    found = compute(*(value_of(atom, known) for atom in eqn.invars))
+    known.update(zip(eqn.outvars, found if eqn.primitive.multiple_results else [found], strict=True))
 
 
 def where(eqn: JaxprEqn) -> str:

@@ -15,14 +15,13 @@ import numpy as np
 
 from jaxserve._compat import Atom, JaxprEqn, Literal, Var, spec_of, vars_of
 from jaxserve.pallas_kernels._op import TRACED
-from jaxserve.passes.graph import Graph
+from jaxserve.passes.graph import Graph, Values, run_eqn
 
 MIN_REPEATS = 4
 """Fewer repetitions are not worth a loop."""
 
 Place = tuple[int, int]
 """A result of a segment: the equation's number in it, and the number among its results."""
-Values = dict[Var, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,7 @@ def call_with_loops(graph: Graph, values: Mapping[str, Any]) -> dict[str, Any]:
         _run_loop(graph.eqns, loop, known)
         at = loop.end
     _run(graph.eqns[at:], known)
-    return {output.name: _value(atom, known) for output, atom in zip(graph.outputs, graph.jaxpr.outvars, strict=True)}
+    return graph.results(known)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,18 +191,9 @@ def _signature(graph: Graph, eqn: JaxprEqn) -> Any:
     return eqn.primitive.name, str(params_of_any_layer(graph, eqn)), *specs
 
 
-def _value(atom: Atom, known: Values) -> Any:
-    return atom.val if isinstance(atom, Literal) else known[atom]
-
-
 def _run(eqns: Sequence[JaxprEqn], known: Values) -> None:
     for eqn in eqns:
-        _bind(eqn, known, partial(eqn.primitive.bind, **eqn.params))
-
-
-def _bind(eqn: JaxprEqn, known: Values, compute: Any) -> None:
-    found = compute(*(_value(atom, known) for atom in eqn.invars))
-    known.update(zip(eqn.outvars, found if eqn.primitive.multiple_results else [found], strict=True))
+        run_eqn(eqn, known, partial(eqn.primitive.bind, **eqn.params))
 
 
 def _run_loop(eqns: Sequence[JaxprEqn], loop: Loop, known: Values) -> None:
@@ -215,7 +205,7 @@ def _run_loop(eqns: Sequence[JaxprEqn], loop: Loop, known: Values) -> None:
     def body(index: Any, carry: list[Any]) -> list[Any]:
         values = known | dict(zip(begin, carry, strict=True))
         for number, eqn in enumerate(segment):
-            _bind(eqn, values, _at(eqn, loop.steps.get(number, 0), index))
+            run_eqn(eqn, values, _at(eqn, loop.steps.get(number, 0), index))
         return [values[segment[number].outvars[result]] for number, result in places]
 
     left = jax.lax.fori_loop(0, loop.repeats, body, [known[var] for var in begin])

@@ -1,13 +1,17 @@
 """Models in memory: the reference's logits, whatever the pipeline does, and one compilation."""
 
 import pathlib
+import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.calibration import CalibrationOptions
 from jaxserve.errors import UserError
-from jaxserve.passes.recipes import parse_spec
+from jaxserve.pallas_kernels import OPS
+from jaxserve.pallas_kernels._native import CUSTOM_CALLS, is_available
+from jaxserve.passes.recipes import find_recipe, parse_spec
 from jaxserve.rewritten import rewritten_model
 from tests.calibration_support import Watch
 
@@ -35,6 +39,34 @@ def test_logits_are_the_reference(stories, expected, text):
     np.testing.assert_allclose(logits, expected["logits"], atol=2e-4, rtol=1e-4)
     assert [stage.step.name for stage in model.stages] == [step.name for step in parse_spec(text)]
     assert set(model.params) == {entry.path for entry in model.stages[-1].result.graph.of_kind("param")}
+
+
+@pytest.mark.parametrize("recipe", ["f32", "native", "w4a16", "w4a8kv4-qserve"])
+def test_references_take_no_part_of_a_kernel(stories, expected, recipe):
+    """The same weights give nearly the same logits, of programs with and without calls of the native library."""
+    ids = expected["input_ids"]
+    model = rewritten_model(stories, find_recipe(recipe).spec(loops=False), len(ids), CalibrationOptions(None, 2, 32))
+    calls = [
+        re.findall(r"custom_call @(\w+)", function.lower(model.params, ids).as_text())  # pyright: ignore
+        for function in (model._logits, model._reference_logits)
+    ]
+    assert bool(set(calls[0]) & set(CUSTOM_CALLS)) == is_available()
+    assert not set(calls[1]) & set(CUSTOM_CALLS)
+    logits, references = (np.asarray(model.window_logits(ids, references=each)) for each in (False, True))
+    assert references.dtype == np.float32
+    close = 2e-4 if recipe == "f32" else 0.2
+    np.testing.assert_allclose(logits, references, atol=close, rtol=1e-4)
+
+
+def test_a_wrong_kernel_shows(stories, expected):
+    ids = expected["input_ids"]
+    OPS["jaxserve.dense_matmul"].register("cpu", lambda *_, out_dtype: lambda x, w: jnp.tanh(x @ w.T), name="wrong")
+    try:
+        model = rewritten_model(stories, PAGED, len(ids))
+        np.testing.assert_allclose(model.window_logits(ids, references=True), expected["logits"], atol=2e-4, rtol=1e-4)
+        assert np.abs(np.asarray(model.window_logits(ids)) - expected["logits"]).max() > 1
+    finally:
+        OPS["jaxserve.dense_matmul"].unregister("cpu", "wrong")
 
 
 def test_windows_of_another_length(stories, expected):

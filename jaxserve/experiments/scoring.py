@@ -7,7 +7,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxserve.experiments.common import Settings
 from jaxserve.models.resolve import resolve
 from jaxserve.passes.pipeline import Pass
 from jaxserve.reporting import Reporter, print_table
-from jaxserve.rewritten import rewritten_model
+from jaxserve.rewritten import Rewritten, rewritten_model
 
 TEXT = flags.DEFINE_string("text", None, "UTF-8 text to measure on, used as it is")
 CONTEXT = flags.DEFINE_integer("context", 2048, "tokens a window of it", lower_bound=2)
@@ -80,19 +80,31 @@ class Score:
 
 def score(name: str, passes: Sequence[Pass], windows: Windows, settings: Settings) -> Score:
     """Builds the model that the passes make of the settings' model, and scores the windows with it."""
+    return score_variants({name: lambda model: model.window_logits}, passes, windows, settings)[0]
+
+
+def score_variants(
+    variants: Mapping[str, Callable[[Rewritten], Callable[[np.ndarray], jax.Array]]],
+    passes: Sequence[Pass],
+    windows: Windows,
+    settings: Settings,
+) -> list[Score]:
+    """`score` by name of what computes the logits of a window, each made of the one model."""
     report, start = Reporter(), time.perf_counter()
     model = rewritten_model(settings.model, passes, windows.context, settings.calibration, report)
-    nll: list[float] = []
-    with report.stage("score", name, total=len(windows.ids)) as stage:
-        for window in windows.ids:
-            ids = np.asarray(window, np.int32)
-            nll.append(float(window_nll(model.window_logits(ids), ids)))
-            stage.advance(f"window {nll[-1]:.4f}")
-        size = sum(np.asarray(value).nbytes for value in model.params.values())
-        spec = ",".join(map(str, passes))
-        result = Score(name, spec, tuple(nll), size, time.perf_counter() - start)
-        stage.done(f"{name}: perplexity {result.perplexity:.3f}")
-    return result
+    size = sum(np.asarray(value).nbytes for value in model.params.values())
+    scores = []
+    for name, variant in variants.items():
+        nll, logits = list[float](), variant(model)
+        with report.stage("score", name, total=len(windows.ids)) as stage:
+            for window in windows.ids:
+                ids = np.asarray(window, np.int32)
+                nll.append(float(window_nll(logits(ids), ids)))
+                stage.advance(f"window {nll[-1]:.4f}")
+            scores.append(Score(name, ",".join(map(str, passes)), tuple(nll), size, time.perf_counter() - start))
+            stage.done(f"{name}: perplexity {scores[-1].perplexity:.3f}")
+        start = time.perf_counter()
+    return scores
 
 
 @jax.jit
@@ -127,9 +139,10 @@ def deliver(
     for one in scores:
         theirs = reference.get(one.name, next(iter(reference.values())) if len(reference) == 1 else None)
         mean, error = paired(one.nll, theirs) if theirs is not None else (None, None)
-        rows.append([one.name, one.perplexity, mean, error, one.weight_bytes / 1e6, round(one.seconds, 1)])
+        percent = 100 * math.expm1(min(mean, 700)) if mean is not None else None
+        rows.append([one.name, one.perplexity, mean, error, percent, one.weight_bytes / 1e6, round(one.seconds, 1)])
     title = f"{settings.model}, {windows}"
-    print_table(title, ["pipeline", "perplexity", "Δ nll", "± error", "weights, MB", "seconds"], rows)
+    print_table(title, ["pipeline", "perplexity", "Δ nll", "± error", "Δ %", "weights, MB", "seconds"], rows)
     data = {
         "experiment": experiment,
         "settings": settings.to_json(),

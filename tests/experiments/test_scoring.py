@@ -92,11 +92,32 @@ def test_who_is_compared_with_whom(parse, capsys):
     def compared(reference: dict | None) -> list[str]:
         deliver("perplexity", scores, windows, settings, reference)
         lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-        return [line[2] if len(line) == 6 else "-" for line in lines]
+        assert all(len(line) in (4, 7) for line in lines)
+        return [f"{line[2]} {line[4]}" if len(line) == 7 else "-" for line in lines]
 
-    assert compared(None) == ["0", "0.5"]  # the first
-    assert compared({"x": (0.0, 0.0)}) == ["1.5", "2"]  # the only one there is
-    assert compared({"b": (0.0, 0.0), "x": (9.0, 9.0)}) == ["-", "2"]  # by name; nobody knows who else is meant
+    assert compared(None) == ["0 0", "0.5 64.872"]  # the first
+    assert compared({"x": (0.0, 0.0)}) == ["1.5 348.17", "2 638.91"]  # the only one there is
+    assert compared({"b": (0.0, 0.0), "x": (9.0, 9.0)}) == ["-", "2 638.91"]  # by name; nobody knows who else is meant
+
+
+def test_kernels_against_their_references(parse, tmp_path, capsys):
+    """Each pipeline on the same weights, compared with itself and not with the first one; and what a move does."""
+    file = tmp_path / "run.json"
+    perplexity.run(parse(recipes=["f32,w4a16"], activations="f32", references=True, json=file))
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == [
+        f"{name}{what}" for name in ("f32", "w4a16") for what in ("", " (XLA)", " (moved)")
+    ]
+    for ours, theirs, moved in (rows[:3], rows[3:]):
+        np.testing.assert_allclose(ours["nll"], theirs["nll"], rtol=1e-5)
+        np.testing.assert_allclose(ours["nll"], moved["nll"], rtol=1e-5)
+        assert ours["nll"] != moved["nll"]
+        assert ours["weight_bytes"] == theirs["weight_bytes"] and ours["spec"] == theirs["spec"]
+    assert abs(rows[0]["nll"][0] - rows[3]["nll"][0]) > 1e-3
+    lines = [line for line in capsys.readouterr().out.splitlines()[2:] if "(XLA)" not in line]
+    assert len(lines) == 4 and all(abs(float(line.replace(" (moved)", "").split()[4])) < 0.01 for line in lines)
+    with pytest.raises(UserError, match="leave one out"):
+        perplexity.run(parse(references=True, against=file))
 
 
 def test_other_windows_are_not_compared(tmp_path):

@@ -71,6 +71,12 @@ WORKLOADS = (
     Workload("decode b=32", sequences=32, tokens=1, context=1024),
     Workload("prefill 512", sequences=1, tokens=512, context=512),
 )
+WIDE_HEADS = (
+    Model("gemma-2-9b", width=3584, mlp=14336, heads=16, kv_heads=8, head_dim=256, vocab=256000),
+    Model("gemma-3-4b", width=2560, mlp=10240, heads=8, kv_heads=4, head_dim=256, vocab=262208),
+)
+"""For attention alone: other ops see nothing in them that the models above lack."""
+
 STEPS = tuple((f"{model.name} {work.name}", model, work) for model in MODELS for work in WORKLOADS)
 """Every model under every workload, with the name of the pair."""
 

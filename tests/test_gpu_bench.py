@@ -29,6 +29,16 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
     assert said.err == f"disagrees with its reference: quantized_matmul {MATCH}\n"
 
 
+@pytest.mark.skipif(not is_available(), reason=describe())
+def test_caches_are_updated_in_place(tmp_path, monkeypatch):
+    """Calls go on with what the one before them wrote: operands that were given away are not read again."""
+    monkeypatch.setattr(gpu_bench, "measure_ceilings", lambda dtype, repeats: (1e10, 1e12))
+    file, match = tmp_path / "rows.json", "kv_write smollm2-135m decode b=1 int8"
+    assert gpu_bench.main(["--json", str(file), "--repeats", "2", "--match", match]) == 0
+    row = json.loads(file.read_text())[match]
+    assert row["kernel"] == "native" and row["agrees"] and row["microseconds"] > 0
+
+
 @pytest.mark.slow
 def test_end_to_end_on_a_tiny_model(tmp_path, monkeypatch, capsys):
     """Everything but a card: all recipes, decoding and a prompt, in two runs, of which the first has no time."""

@@ -3,7 +3,8 @@
 A block takes a tile of queries of one sequence, a KV head with the query heads that share it, and a part of the keys.
 Rows of wgmma's tile are (token, query head) pairs, columns the slots of a block of keys. One warpgroup copies pages,
 the others compute: softmax runs online in float32 (FlashAttention, arXiv:2205.14135), in units of log 2; its weights
-are rounded to the operands' dtype for the product with the values, and so are the queries.
+are rounded to the operands' dtype for the product with the values, and so are the queries. Of wide heads two
+warpgroups compute a tile's weights, both all of them, and each adds up one half of the values' components.
 
 Codes of a quantized cache become bf16 on their way, exactly, and are never scaled: with k = s (c + a) + m, c a code as
 wgmma sees it and a the constant by which it is shifted,
@@ -15,8 +16,9 @@ different halves of a row; queries and results are in that order, too.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,9 @@ from jaxserve.pallas_kernels.kv_write.format import KvFormat
 
 ROWS = _mosaic.WARPGROUP_ROWS
 STAGES = 2
+VALUES = 128
+"""The most components of the values that one warpgroup adds up, for they are in its registers."""
+
 LOWEST = -1e30  # a finite start for the running maximum: -inf minus -inf would be NaN
 
 
@@ -55,6 +60,21 @@ class Shape:
     def rows(self) -> int:
         """Rows of a warpgroup that are stored: of single tokens, only as many as there are, in whole tiles of 8."""
         return ROWS if self.tokens > 1 else -(-self.group // 8) * 8
+
+    @property
+    def shares(self) -> int:
+        """Warpgroups among which the components of a tile's values are divided; each computes all of its weights."""
+        return -(-self.head_dim // VALUES)
+
+    @property
+    def width(self) -> int:
+        """Components of the values that one warpgroup adds up."""
+        return self.head_dim // self.shares
+
+    @property
+    def computing(self) -> int:
+        """Warpgroups that compute."""
+        return self.warpgroups * self.shares
 
     @property
     def splits(self) -> int:
@@ -108,15 +128,15 @@ def call(size: Shape, kind: Kind, out_dtype: Any) -> Callable[..., Any]:
     def paged_attention(*refs: Any, **scratch: Any) -> None:
         block = _Block(size, kind, refs, scratch)
         wg = lax.axis_index("wg")
-        pl.when(wg < size.warpgroups)(lambda: block.compute(wg))
-        pl.when(wg == size.warpgroups)(block.load)
+        pl.when(wg < size.computing)(lambda: block.compute(wg))
+        pl.when(wg == size.computing)(block.load)
 
     return plgpu.kernel(
         paged_attention,
         out_type=out,
         grid=(size.tiles, size.kv_heads, size.splits),
         grid_names=("tile", "head", "split"),
-        num_threads=size.warpgroups + 1,
+        num_threads=size.computing + 1,
         thread_name="wg",
         scratch_types=_scratch(size, kind),
         # tanh is kept exact: its short form is off by 2^-11, which a cap of 50 makes 2% of a weight.
@@ -137,7 +157,7 @@ def _scratch(size: Shape, kind: Kind) -> dict[str, Any]:
     for half in ("k", "v"):
         scratch[half] = keys
         scratch[f"{half}_ready"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES)
-        scratch[f"{half}_free"] = plgpu.Barrier(num_arrivals=size.warpgroups, num_barriers=STAGES)
+        scratch[f"{half}_free"] = plgpu.Barrier(num_arrivals=size.computing, num_barriers=STAGES)
         if kind.format is not None:
             width = size.head_dim // kind.format.per_byte
             bytes_tile = _mosaic.swizzled(width, jnp.uint8)
@@ -147,12 +167,20 @@ def _scratch(size: Shape, kind: Kind) -> dict[str, Any]:
             scratch[f"{half}_arrived"] = plgpu.Barrier(num_arrivals=copies * kind.arrays, num_barriers=STAGES)
             scratch[f"{half}_numbers"] = plgpu.SMEM((kind.arrays - 1, STAGES, size.block), jnp.float32)
     if size.split is not None:
-        layout = _mosaic.swizzled(size.head_dim, jnp.float32)
-        scratch["out"] = plgpu.SMEM((ROWS, size.head_dim), jnp.float32, transforms=layout)
+        layout = _mosaic.swizzled(size.width, jnp.float32)
+        scratch["out"] = plgpu.SMEM((size.shares, ROWS, size.width), jnp.float32, transforms=layout)
     if kind.staged:
         layout = _mosaic.swizzled(size.block, kind.dtype)
-        scratch["staging"] = plgpu.SMEM((size.warpgroups, ROWS, size.block), kind.dtype, transforms=layout)
+        scratch["staging"] = plgpu.SMEM((size.computing, ROWS, size.block), kind.dtype, transforms=layout)
     return scratch
+
+
+class _Worker(NamedTuple):
+    """A warpgroup that computes: its number, and which of the tile's rows and of the values' components are its own."""
+
+    index: Any
+    rows: Any
+    share: Any
 
 
 class _Block:
@@ -183,7 +211,7 @@ class _Block:
 
     def load(self) -> None:
         size, kind = self.size, self.kind
-        if size.warpgroups > 1:
+        if size.computing > 1:
             plgpu.set_max_registers(_LOADING if kind.format is None else _CONVERTING, action="decrease")
 
         @pl.when(self.blocks > 0)
@@ -273,54 +301,55 @@ class _Block:
 
     # --- a warpgroup that computes
 
-    def compute(self, wg: Any) -> None:
+    def compute(self, warpgroup: Any) -> None:
         size, kind = self.size, self.kind
-        if size.warpgroups > 1:
+        if size.computing > 1:
             loading = _LOADING if kind.format is None else _CONVERTING
-            plgpu.set_max_registers((512 - loading) // size.warpgroups // 8 * 8, action="increase")
+            plgpu.set_max_registers((512 - loading) // size.computing // 8 * 8, action="increase")
+        me = _Worker(warpgroup, warpgroup, 0)
+        if size.shares > 1:
+            me = _Worker(warpgroup, lax.div(warpgroup, size.shares), lax.rem(warpgroup, size.shares))
         pl.when(self.blocks > 0)(lambda: plgpu.barrier_wait(self.scratch["q_ready"]))
-        lowest = jnp.minimum(self.begin + wg * size.tokens, self.last)
+        lowest = jnp.minimum(self.begin + me.rows * size.tokens, self.last)
         ends = self._phases(lowest)
         carry = self._start()
         for start, end, masked in ends:
             carry = lax.fori_loop(
-                start, end, lambda block, carry, masked=masked: self._add(wg, block, carry, masked), carry
+                start, end, lambda block, carry, masked=masked: self._add(me, block, carry, masked), carry
             )
-        self._store(wg, *carry)
+        self._store(me, *carry)
 
     def _phases(self, lowest: Any) -> list[tuple[Any, Any, bool]]:
         """(from, to, whether some row does not see some key) of the blocks, for tokens from position `lowest` on."""
         size, kind = self.size, self.kind
-        if kind.softcap is not None:
+        if kind.softcap is not None or kind.window is not None:
+            # One loop: of three, for blocks that a window's start or the context's end cuts and those between, ptxas
+            # spills.
             return [(0, self.blocks, True)]
         full = jnp.clip(lax.div(jnp.maximum(lowest + 1 - self.first, 0), size.block), 0, self.blocks)
-        if kind.window is None:
-            return [(0, full, False), (full, self.blocks, True)]
-        hidden = jnp.maximum(lowest + size.tokens - kind.window - self.first, 0)  # keys that the last token cannot see
-        inner = jnp.minimum(lax.div(hidden + size.block - 1, size.block), full)
-        return [(0, inner, True), (inner, full, False), (full, self.blocks, True)]
+        return [(0, full, False), (full, self.blocks, True)]
 
     def _start(self) -> Any:
         def vector(value: float) -> jax.Array:
             return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
-        mixed = _mosaic.zeros((ROWS, self.size.head_dim))
+        mixed = _mosaic.zeros((ROWS, self.size.width))
         return mixed, vector(LOWEST), vector(0), tuple(vector(0) for _ in range(2 if self.kind.shifted else 0))
 
-    def _add(self, wg: Any, block: Any, carry: Any, masked: bool) -> Any:
+    def _add(self, me: "_Worker", block: Any, carry: Any, masked: bool) -> Any:
         """Takes in a block of keys: (weighted values, maximum and sum of the weights, sums of the weights times scales
         and times minimums)."""
         size, kind, scratch = self.size, self.kind, self.scratch
         mixed, best, weight, offsets = carry
         tile, slot = (ROWS, size.block), lax.rem(block, STAGES)
         key = self.first + block * size.block
-        known = self._visible(wg, key, tile) if masked else None
+        known = self._visible(me.rows, key, tile) if masked else None
 
         def only_known(values: jax.Array, instead: float) -> jax.Array:
             return values if known is None else jnp.where(known, values, instead)
 
         plgpu.barrier_wait(scratch["k_ready"].at[slot])
-        scores = self._scores(wg, slot, tile)
+        scores = self._scores(me.rows, slot, tile)
         plgpu.barrier_arrive(scratch["k_free"].at[slot])
         scores = only_known(scores, LOWEST)
         higher = jnp.maximum(best, scores.max(axis=1))
@@ -337,15 +366,14 @@ class _Block:
                 sums = weights.sum(axis=1), *by_minimum
                 offsets = tuple(old * keep + new for old, new in zip(offsets, sums, strict=True))
         elif masked:
-            pl.when(key + size.block > self.last + 1)(lambda: self._clear(wg, key, slot))
+            pl.when(key + size.block > self.last + 1)(lambda: self._clear(me.index, key, slot))
         left: Any = weights.astype(kind.dtype)
         if kind.staged:
-            scratch["staging"][wg] = left
+            scratch["staging"][me.index] = left
             plgpu.commit_smem()
-            left = scratch["staging"].at[wg]
-        area = (ROWS, size.head_dim)
-        mixed = mixed * lax.broadcast_in_dim(keep, area, [0])
-        mixed = mixed + _mosaic.multiply([(left, scratch["v"].at[slot])], area)
+            left = scratch["staging"].at[me.index]
+        mixed = mixed * lax.broadcast_in_dim(keep, mixed.shape, [0])
+        mixed = mixed + _mosaic.multiply([(left, scratch["v"].at[slot, :, self._mine(me)])], mixed.shape)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         return mixed, higher, weight, offsets
 
@@ -386,33 +414,44 @@ class _Block:
 
         @pl.when(wg == 0)
         def _first() -> None:
-            for row in range(0, self.size.block, ROWS):
-                rows = pl.ds(row, ROWS)
-                stored = values[rows, :]
+            for row, column in itertools.product(
+                range(0, self.size.block, ROWS), range(0, self.size.head_dim, self.size.width)
+            ):
+                rows, area = pl.ds(row, ROWS), pl.ds(column, self.size.width)
+                stored = values[rows, area]
                 place = key + row + plgpu.broadcasted_iota(jnp.int32, stored.shape, 0, layout=plgpu.Layout.WGMMA)
-                values[rows, :] = jnp.where(place <= self.last, stored, jnp.zeros_like(stored))
+                values[rows, area] = jnp.where(place <= self.last, stored, jnp.zeros_like(stored))
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.scratch["cleared"])
 
         plgpu.barrier_wait(self.scratch["cleared"])
 
-    def _store(self, wg: Any, mixed: Any, best: jax.Array, weight: jax.Array, offsets: Any) -> None:
-        size, found = self.size, self._unshift(mixed, offsets)
+    def _mine(self, me: "_Worker") -> Any:
+        """The components of the values that a warpgroup adds up."""
+        width = self.size.width
+        return pl.ds(pl.multiple_of(me.share * width, width) if self.size.shares > 1 else 0, width)
+
+    def _store(self, me: "_Worker", mixed: Any, best: jax.Array, weight: jax.Array, offsets: Any) -> None:
+        size, found = self.size, self._unshift(me, mixed, offsets)
         if size.split is None:
             (out,) = self.out
             share = lax.broadcast_in_dim(1 / jnp.where(weight > 0, weight, 1.0), found.shape, [0])
-            out[self.tile, self.head, wg] = (found * share).astype(out.dtype)
+            out[self.tile, self.head, me.rows, :, self._mine(me)] = (found * share).astype(out.dtype)
             return
         out, highest, total = self.out
-        highest[self.tile, self.split, self.head] = best
-        total[self.tile, self.split, self.head] = weight
-        self.scratch["out"][...] = found
+
+        def statistics() -> None:
+            highest[self.tile, self.split, self.head] = best
+            total[self.tile, self.split, self.head] = weight
+
+        pl.when(me.share == 0)(statistics)
+        self.scratch["out"][me.share] = found
         plgpu.commit_smem()
-        rows = self.scratch["out"].at[pl.ds(0, size.rows)]
-        plgpu.copy_smem_to_gmem(rows, out.at[self.tile, self.split, self.head])
+        rows = self.scratch["out"].at[me.share, pl.ds(0, size.rows)]
+        plgpu.copy_smem_to_gmem(rows, out.at[self.tile, self.split, self.head, :, self._mine(me)])
         plgpu.wait_smem_to_gmem(0)
 
-    def _unshift(self, mixed: jax.Array, offsets: Any) -> jax.Array:
+    def _unshift(self, me: "_Worker", mixed: jax.Array, offsets: Any) -> jax.Array:
         """Weighted values, of what was weighted codes."""
         parts = self.kind.parts
         if not parts:
@@ -422,6 +461,7 @@ class _Block:
         if not second:
             return first
         place = plgpu.broadcasted_iota(jnp.int32, mixed.shape, 1, layout=plgpu.Layout.WGMMA)
+        place = place + me.share * self.size.width
         return jnp.where(place < self.size.head_dim // 2, first, second[0])
 
 

@@ -15,10 +15,10 @@ from jaxserve.pallas_kernels import _mosaic
 from jaxserve.pallas_kernels._op import Refusal
 from jaxserve.pallas_kernels._target import not_hopper
 from jaxserve.pallas_kernels.kv_write.format import KvFormat
-from jaxserve.pallas_kernels.paged_attention.mosaic_body import ROWS, Kind, Shape, call
+from jaxserve.pallas_kernels.paged_attention.mosaic_body import ROWS, VALUES, Kind, Shape, call
 
 SPLIT = 512
-HEAD_DIMS = (64, 96, 128)
+HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64, 128)
 DTYPES = {"uint8": jnp.dtype(jnp.bfloat16), "float8_e4m3fn": jnp.dtype(jnp.float16)}
 """Of what codes become: exact, and the one to which Hopper converts them."""
@@ -82,6 +82,8 @@ def _unsupported(q: Any, operands: Sequence[Any], format: KvFormat | None) -> st
         )
     if page_size not in PAGE_SIZES:
         return f"pages of {page_size} tokens; it knows {_listed(PAGE_SIZES)}"
+    if format is not None and head_dim > VALUES:
+        return f"heads of {head_dim} in {format}; of codes it knows up to {VALUES}"
     if format is not None and head_dim % 64 and format.per_byte > 1:
         return f"heads of {head_dim} in {format}; it knows 64 and 128"
     if format is not None and (kv_heads % 8 or page_size * kv_heads < 64):
@@ -110,7 +112,8 @@ def _tiles(q: Any, caches: Sequence[Any], batch: _Batch, kind: Kind, dtype: Any)
     tokens, rows = len(q), len(batch.counts)
     each = ROWS // (q.shape[1] // caches[0].shape[-2])  # tokens of a warpgroup
     # A warpgroup computes the same whether another shares its keys or not; two are for rows that fill them.
-    warpgroups = 2 if tokens >= rows * each * 2 else 1
+    # Heads that two warpgroups share leave no registers for more.
+    warpgroups = 2 if tokens >= rows * each * 2 and q.shape[2] <= VALUES else 1
     each_tile = each * warpgroups
     most = max(1, (tokens + min(rows, tokens // 2) * (each_tile - 1)) // each_tile)
     size = _shape(q, caches, batch.tables, most, kind, tokens=each, warpgroups=warpgroups, split=None)
@@ -146,7 +149,7 @@ def _shape(q: Any, caches: Sequence[Any], tables: Any, tiles: int, kind: Kind, *
     page_size, kv_heads = caches[0].shape[-3:-1]
     heads, head_dim = q.shape[1:]
     # Wide blocks where registers and shared memory hold them.
-    wide = parts["split"] is None and kind.format is None and kind.softcap is None
+    wide = parts["split"] is None and kind.format is None and kind.softcap is None and head_dim <= VALUES
     return Shape(
         tiles=tiles,
         group=heads // kv_heads,

@@ -1,12 +1,24 @@
 """Named real-model shapes of paged_attention."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxserve.pallas_kernels._shapes import PAGE_SIZE, STEPS, Case, Workload, normal, size, spec
+from jaxserve.pallas_kernels._shapes import (
+    PAGE_SIZE,
+    STEPS,
+    WIDE_HEADS,
+    WORKLOADS,
+    Case,
+    Model,
+    Workload,
+    normal,
+    size,
+    spec,
+)
 from jaxserve.pallas_kernels.kv_write.format import KV_FORMATS, cache_layout, encode
 
 
@@ -25,32 +37,41 @@ def _fill(
     )
 
 
+MASKS = {"gemma-2-9b": {"window": 4096, "softcap": 50.0}, "gemma-3-4b": {"window": 1024}}
+"""What the sliding layers of some models do beside attention."""
+
+
 def cases(dtype: Any) -> list[Case]:
-    """One layer, a model and workload each; over a plain cache, and one in every format."""
-    found = []
-    for format in (None, *KV_FORMATS.values()):
-        for name, model, work in STEPS:
-            pages = work.context // PAGE_SIZE
-            q = spec(dtype, work.step_tokens, model.heads, model.head_dim)
-            shape = (work.sequences * pages, PAGE_SIZE, model.kv_heads, model.head_dim)
-            cache = [array for _, array in cache_layout(format, np.dtype(dtype), *shape).values()]
-            tables = spec(np.int32, work.sequences, pages)
-            starts, lengths = spec(np.int32, work.sequences + 1), spec(np.int32, work.sequences)
-            seen = sum(range(work.context - work.tokens + 1, work.context + 1))  # keys that the tokens of a row see
-            found.append(
-                Case(
-                    f"{name} {format}" if format else name,
-                    specs=(q, *cache, *cache, tables, starts, lengths),
-                    params={
-                        "scale": model.head_dim**-0.5,
-                        "window": None,
-                        "softcap": None,
-                        "format": format,
-                        "layer": None,
-                    },
-                    bytes=size(q, *cache, *cache, tables, starts, lengths, q),
-                    flops=4 * model.heads * model.head_dim * work.sequences * seen,
-                    fill=functools.partial(_fill, q=q, shape=shape, format=format, work=work),
-                )
-            )
+    """One layer, a model and workload each; over a plain cache, and one in every format. Of models with wide heads a
+    plain cache, and a layer with a window and one without."""
+    formats: tuple[Any, ...] = (None, *KV_FORMATS.values())
+    found = [
+        _case(f"{name} {format}" if format else name, dtype, model, work, format)
+        for format in formats
+        for name, model, work in STEPS
+    ]
+    for model, work in itertools.product(WIDE_HEADS, WORKLOADS):
+        masks, name = MASKS[model.name], f"{model.name} {work.name}"
+        found.append(_case(name, dtype, model, work, None, **masks | {"window": None}))
+        found.append(_case(f"{name} window", dtype, model, work, None, **masks))
     return found
+
+
+def _case(name: str, dtype: Any, model: Model, work: Workload, format: Any, **masks: Any) -> Case:
+    pages = work.context // PAGE_SIZE
+    q = spec(dtype, work.step_tokens, model.heads, model.head_dim)
+    shape = (work.sequences * pages, PAGE_SIZE, model.kv_heads, model.head_dim)
+    cache = [array for _, array in cache_layout(format, np.dtype(dtype), *shape).values()]
+    tables = spec(np.int32, work.sequences, pages)
+    starts, lengths = spec(np.int32, work.sequences + 1), spec(np.int32, work.sequences)
+    # No context here is longer than a window: tokens see all that is before them.
+    seen = sum(range(work.context - work.tokens + 1, work.context + 1))
+    plain = {"scale": model.head_dim**-0.5, "window": None, "softcap": None, "format": format, "layer": None}
+    return Case(
+        name,
+        specs=(q, *cache, *cache, tables, starts, lengths),
+        params=plain | masks,
+        bytes=size(q, *cache, *cache, tables, starts, lengths, q),
+        flops=4 * model.heads * model.head_dim * work.sequences * seen,
+        fill=functools.partial(_fill, q=q, shape=shape, format=format, work=work),
+    )

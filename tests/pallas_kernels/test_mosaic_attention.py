@@ -107,8 +107,10 @@ def test_decode(lengths, pages_per_seq, dtype, options):
         pytest.param([(140, 400)], 25, BF16, {"window": 150}, Heads(q=2, kv=1), marks=pytest.mark.slow),
         ([(5, 300), (0, 0), (4, 4)], 20, F16, {"layer": 1, "window": 70, "softcap": 5.0}, Heads(q=3, kv=1, page=128)),
         ([(6, 90)], 6, BF16, {}, Heads(q=1, kv=1, dim=96)),
+        # Two warpgroups share the values of a tile; one sequence decodes, one goes on.
+        ([(1, 70), (3, 40)], 5, BF16, {"window": 50}, Heads(q=2, kv=1, dim=256)),
     ],
-    ids=["mixed", "two-warpgroups-window", "verify-layer-window-softcap", "heads-of-96"],
+    ids=["mixed", "two-warpgroups-window", "verify-layer-window-softcap", "heads-of-96", "heads-of-256"],
 )
 def test_several_tokens(rows, pages_per_seq, dtype, options, heads):
     options = PLAIN | options
@@ -145,7 +147,8 @@ def test_refusals_say_why():
         assert isinstance(answer, Refusal)
         return answer.reason
 
-    assert "query heads of 256" in reason((4, 4, 256), (8, 16, 2, 256), 4)
+    assert "query heads of 512" in reason((4, 4, 512), (8, 16, 2, 512), 4)
+    assert "heads of 256 in int8" in reason((4, 8, 256), (8, 16, 8, 256), 4, format=KV_FORMATS["int8"])
     assert "query heads of 80" in reason((4, 4, 80), (8, 16, 2, 80), 4)
     assert "pages of 12" in reason((4, 4, 64), (8, 12, 2, 64), 4)
     assert "the cache is float32" in reason((4, 4, 64), (8, 16, 2, 64), 4, dtype=F32)

@@ -7,9 +7,10 @@ import dataclasses
 import re
 import time
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from jaxserve._compat import Atom, Var
 from jaxserve.errors import UserError
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.match import Match, NoMatch
@@ -40,7 +41,8 @@ class Context:
 class PassResult:
     """One transaction: the new graph, the weight edits that go with it, and what matched and what did not.
 
-    `statistics` are what the edits read beside parameters.
+    `statistics` are what the edits read beside parameters. `renamed` says what the values of the old graph that have
+    been replaced are called in the new one.
     """
 
     graph: Graph
@@ -48,6 +50,7 @@ class PassResult:
     report: tuple[Match | NoMatch, ...] = ()
     replaced: tuple[Replaced, ...] = ()
     statistics: tuple[Statistic, ...] = ()
+    renamed: Mapping[Var, Atom] = dataclasses.field(default_factory=dict)
 
     @property
     def matches(self) -> int:
@@ -55,7 +58,13 @@ class PassResult:
 
     @staticmethod
     def of(rewriter: Rewriter, report: Iterable[Match | NoMatch]) -> "PassResult":
-        return PassResult(rewriter.finish(), tuple(rewriter.edits), tuple(report), tuple(rewriter.replaced))
+        return PassResult(
+            rewriter.finish(),
+            tuple(rewriter.edits),
+            tuple(report),
+            tuple(rewriter.replaced),
+            renamed=rewriter.renamed,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Pass:
 
     def __str__(self) -> str:
         options = [
-            f"{field.name.replace('_', '-')}={_text(getattr(self, field.name))}"
+            f"{field.name.replace('_', '-')}={option_text(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         ]
@@ -136,7 +136,7 @@ def select(passes: Sequence[Pass], disabled: Sequence[str] = (), stop_after: str
     names = [step.name for step in passes]
     for name in [*disabled, *([stop_after] if stop_after else [])]:
         if name not in names:
-            raise UserError(f"no pass {name!r} in this pipeline; it has: {', '.join(names)}")
+            raise UserError(f"no pass {name!r} in this pipeline; it has: {', '.join(names) or 'none'}")
     if stop_after:
         passes = passes[: names.index(stop_after) + 1]
     return tuple(step for step in passes if step.name not in disabled)
@@ -221,6 +221,9 @@ def _build(cls: type[Pass], options: dict[str, str]) -> Pass:
     return cls(**values)
 
 
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
+
+
 def _parse(cls: type[Pass], field: dataclasses.Field, text: str) -> Any:
     kind = field.type
     choices = typing.get_args(kind)
@@ -231,14 +234,16 @@ def _parse(cls: type[Pass], field: dataclasses.Field, text: str) -> Any:
             return kind(text)  # pyright: ignore[reportCallIssue]
     except (KeyError, ValueError):
         raise UserError(
-            f"pass {cls.name}: option {field.name}={text!r} is not a {getattr(kind, '__name__', kind)}"
+            f"pass {cls.name}: option {field.name.replace('_', '-')}={text!r} is not {_KINDS[kind]}"
         ) from None
     if choices and text not in choices:
-        raise UserError(f"pass {cls.name}: option {field.name}={text!r}; allowed: {', '.join(map(str, choices))}")
+        name = field.name.replace("_", "-")
+        raise UserError(f"pass {cls.name}: option {name}={text!r}; allowed: {', '.join(map(str, choices))}")
     return text
 
 
-def _text(value: Any) -> str:
+def option_text(value: Any) -> str:
+    """A value of an option, as the text form has it."""
     if isinstance(value, bool):
         return str(value).lower()
     text = str(value)

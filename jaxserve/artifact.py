@@ -37,6 +37,8 @@ GRAPH = "graph"
 REPORT = "report.html"
 STEP = "step"
 EXECUTABLES = "executables"
+DISK_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
+"""What errors of a full disk have in them, those that are no OSError (of the weights' writer), too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +126,8 @@ class ArtifactWriter:
             writer.finish(manifest)
 
     Leaving the block in any other way, by an exception, Ctrl-C or SIGTERM too, removes what was written and keeps
-    the artifact that was there before. What a killed process left behind is removed by the next writer.
+    the artifact that was there before; a full disk is an `ArtifactError`. What a killed process left behind is removed
+    by the next writer.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -147,6 +150,8 @@ class ArtifactWriter:
     ) -> None:
         self._root = None
         self._stack.__exit__(kind, error, trace)
+        if isinstance(error, Exception) and any(words in str(error) for words in DISK_FULL):
+            raise ArtifactError(f"{self.directory}: no space is left there; nothing was written") from error
 
     @property
     def root(self) -> pathlib.Path:

@@ -180,8 +180,11 @@ def _emit_ir(
     if wanted:
         report.ir(name, text)
     if options.dump_ir:
-        options.dump_ir.mkdir(parents=True, exist_ok=True)
-        (options.dump_ir / file).write_text(text)
+        try:
+            options.dump_ir.mkdir(parents=True, exist_ok=True)
+            (options.dump_ir / file).write_text(text)
+        except OSError as error:
+            raise UserError(f"--dump-ir {options.dump_ir}: {error.strerror}") from None
     if writer:
         writer.write(f"{artifacts.GRAPH}/{file}", text)
 

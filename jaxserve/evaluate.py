@@ -25,6 +25,12 @@ class Perplexity:
     windows: int
     tokens: int
 
+    @staticmethod
+    def of(total: float, windows: int, tokens: int) -> "Perplexity":
+        """From the sum of all -log p; inf for a model that is so wrong that no float holds it."""
+        mean = total / tokens
+        return Perplexity(math.exp(mean) if mean < 700 else math.inf, windows, tokens)
+
 
 def text_windows(tokenizer: Tokenizer, text: str, context: int, limit: int) -> list[tuple[int, ...]]:
     """The first `limit` whole windows of a text (0: all of them). UserError when there is not one."""
@@ -43,7 +49,7 @@ def measure_perplexity(engine: Engine, windows: Sequence[tuple[int, ...]], repor
 
 
 async def _measure(engine: Engine, windows: Sequence[tuple[int, ...]], report: Reporter) -> Perplexity:
-    total, tokens = 0.0, 0
+    total, tokens, found = 0.0, 0, Perplexity(math.nan, 0, 0)
     with report.stage("eval", f"{len(windows)} windows of {len(windows[0])} tokens", total=len(windows)) as stage:
         for number, window in enumerate(windows):
             params = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -53,9 +59,10 @@ async def _measure(engine: Engine, windows: Sequence[tuple[int, ...]], report: R
                 scored = [entry.logprob for entry in output.prompt_logprobs or () if entry.logprob is not None]
                 total -= math.fsum(scored)
                 tokens += len(scored)
-            stage.advance(f"perplexity {math.exp(total / tokens):.3f}")
-        stage.done(f"perplexity {math.exp(total / tokens):.3f} over {tokens} tokens")
-    return Perplexity(math.exp(total / tokens), len(windows), tokens)
+            found = Perplexity.of(total, number + 1, tokens)
+            stage.advance(f"perplexity {found.perplexity:.3f}")
+        stage.done(f"perplexity {found.perplexity:.3f} over {tokens} tokens")
+    return found
 
 
 def read_text(path: pathlib.Path) -> str:

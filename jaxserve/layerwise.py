@@ -10,6 +10,7 @@ In memory are at a time: one segment's parameters and statistics, and the activa
 """
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,10 +35,12 @@ Arrays = Sequence[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A part of a segment: its first `handed` results go to later segments, `measured` are taken of its results."""
+    """A part of a segment: its first `handed` results go to later segments, `measured` are taken of its results.
+    `operands` are what the part's operands are called where they come from."""
 
     part: Part
     handed: int
+    operands: tuple[Var, ...]
     measured: tuple[Statistic, ...] = ()
 
     @property
@@ -65,8 +68,9 @@ def plan_steps(before: Graph, stage: Stage, plan: WeightPlan) -> list[Step]:
     """The steps of a stage, by segment; `plan` holds the edits that its graph's parameters are made by.
 
     A parameter gets its value when the first segment that reads it comes up (a tied embedding: at once), and keeps it.
-    Raises UserError when its edits read statistics of a later segment, ValueError when the pass replaces a value that
-    one segment hands to another.
+    Of a pass that changes numbers, all values that are handed on come from the graph after it. Raises UserError when
+    its edits read statistics of a later segment, ValueError when the pass replaces a value that one segment hands to
+    another without saying what by.
     """
     old, new, keeps = Segments(before), Segments(stage.result.graph), stage.step.keeps_numbers
     written = {
@@ -75,11 +79,15 @@ def plan_steps(before: Graph, stage: Stage, plan: WeightPlan) -> list[Step]:
         if plan.writer(entry.path, len(plan.edits)) is not None
     }
     times = _edit_times(stage, old, plan, written)
+    renamed = {} if keeps else {var: new for var, new in stage.result.renamed.items() if isinstance(new, Var)}
     steps: list[Step] = []
     needed: frozenset[Var] = frozenset()
     for number in reversed(range(max(old.count, new.count))):
         measured = tuple(s for s in stage.result.statistics if times[s.path][0] == number)
-        runs = (_run(old, number, needed if keeps else (), measured), None if keeps else _run(new, number, needed))
+        runs = (
+            _run(old, number, needed if keeps else (), measured, renamed),
+            None if keeps else _run(new, number, needed),
+        )
         step = Step(
             before=runs[0],
             written=tuple(path for path, due in written.items() if due == number),
@@ -89,14 +97,14 @@ def plan_steps(before: Graph, stage: Stage, plan: WeightPlan) -> list[Step]:
         )
         steps.append(step)
         source = old if keeps else new
-        read = {var for run in runs if run for var in run.part.operands if before.input_of(var) is None}
+        read = {var for run in runs if run for var in run.operands if before.input_of(var) is None}
         needed = frozenset({var for var in needed if source.of(var) != number} | read)
         for var in needed:
             at = source.of(var)
             if at is None or at >= number:
                 raise ValueError(
                     f"{stage.step.name} replaces the value {var.aval} that {segment_name(number)} is computed from: a "
-                    "pass with statistics leaves such values alone, or keeps all numbers"
+                    "pass with statistics says what by, or keeps all numbers"
                 )
     return steps[::-1]
 
@@ -124,12 +132,19 @@ def _edit_times(
     return times
 
 
-def _run(segments: Segments, number: int, needed: Iterable[Var], measured: tuple[Statistic, ...] = ()) -> Run | None:
+def _run(
+    segments: Segments,
+    number: int,
+    needed: Iterable[Var],
+    measured: tuple[Statistic, ...] = (),
+    renamed: Mapping[Var, Var] = types.MappingProxyType({}),
+) -> Run | None:
     wanted = set(needed)
     handed = [var for var in segments.results(number) if var in wanted]
     if not (handed or measured):
         return None
-    return Run(segments.part(number, [*handed, *(s.var for s in measured)]), len(handed), measured)
+    part = segments.part(number, [*handed, *(s.var for s in measured)])
+    return Run(part, len(handed), tuple(renamed.get(var, var) for var in part.operands), measured)
 
 
 def segment_name(number: int) -> str:
@@ -245,6 +260,6 @@ def _stream(run: Run, params: Arrays, values: Sequence[Batch], programs: Program
     program, part = programs.of(run), run.part
     totals = [statistics.start(kind, spec_of(part.results[index]).shape) for index, kind in run.meters]
     for batch in values:
-        handed, totals = program(params, [jnp.asarray(batch[var]) for var in part.operands], totals)
+        handed, totals = program(params, [jnp.asarray(batch[var]) for var in run.operands], totals)
         batch.update(zip(part.results, handed, strict=False))
     return totals

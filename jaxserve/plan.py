@@ -13,7 +13,7 @@ from jaxserve.passes.graph import Graph
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
 from jaxserve.passes.narrow_matmul import NarrowMatmul
 from jaxserve.passes.pipeline import Context, KvGeometry, Pass, select, without_cpu_only
-from jaxserve.passes.recipes import find_recipe, parse_spec
+from jaxserve.passes.recipes import RECIPES, find_recipe, parse_spec
 from jaxserve.passes.roll_layers import RollLayers
 from jaxserve.serving.request import Limits
 from jaxserve.serving.step import Bucket
@@ -92,12 +92,13 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
     page = DEFAULT_PAGE if options.page_size is None else options.page_size
     if not 1 <= page <= LARGEST_PAGE:
         raise UserError(f"--page-size {page} is not between 1 and {LARGEST_PAGE}")
-    if options.pipeline:
+    if options.pipeline is not None:
         _check_idle(options)
         passes = parse_spec(options.pipeline)
     else:
         if options.group and not recipe.grouped:
-            raise UserError(f"--group and --sym belong to recipes w4a16 and w3a16, not to {recipe.name}")
+            takes = ", ".join(name for name, each in RECIPES.items() if each.grouped)
+            raise UserError(f"--group and --sym belong to recipes {takes}; not to {recipe.name}")
         passes = parse_spec(
             recipe.spec(
                 rules=";".join(options.rules),
@@ -118,7 +119,7 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
         graph = small_graph(checkpoint.config, stored_forms(checkpoint), passes)
         options = dataclasses.replace(options, kv_tokens=pool_tokens(graph, target))
     limits = _limits(options, checkpoint, vocab, page)
-    name = "custom" if options.pipeline else recipe.name
+    name = "custom" if options.pipeline is not None else recipe.name
     return Plan(
         checkpoint=checkpoint, recipe=name, activations=activations, passes=passes, limits=limits, target=target
     )

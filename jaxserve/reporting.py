@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from jaxserve.passes.match import NoMatch
 from jaxserve.passes.pipeline import Stage
 
 
@@ -61,14 +62,15 @@ class Reporter:
         self._console.print(f"          [dim]{escape(text)}[/]", soft_wrap=True)
 
     def ran_pass(self, stage: Stage, explain: bool) -> None:
-        """One line a pass; with `explain` also what matched and what did not, and why."""
+        """One line a pass, and what somebody asked for that is not there; with `explain` also what matched and what did
+        not, and why."""
         result, refused = stage.result, len(stage.result.report) - stage.result.matches
         self._console.print(
             f"[bold]pass[/]      {stage.step.name:<20} {result.matches:>4} matches, {refused} refused "
             f"[dim]({stage.seconds:.2f} s)[/]"
         )
-        if explain:
-            for entry in result.report:
+        for entry in result.report:
+            if explain or (isinstance(entry, NoMatch) and entry.asked):
                 colour = "green" if entry else "yellow"
                 self._console.print(f"            [{colour}]{escape(str(entry))}[/]", soft_wrap=True)
 

@@ -60,7 +60,7 @@ class Spill:
         if array.nbytes < SMALL:
             return array
         file = _File(self._folder / f"{next(self._numbers):06d}", array.shape, array.dtype)
-        array.view(np.uint8).tofile(file.path)
+        file.path.write_bytes(array.view(np.uint8).data)  # unlike tofile, it says why it cannot
         return file
 
 

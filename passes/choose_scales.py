@@ -16,7 +16,7 @@ from jaxserve.pallas_kernels import QuantFormat, quantize_rtn
 from jaxserve.passes.rules import Scheme
 from jaxserve.passes.scale_flow import Labels
 from jaxserve.passes.scale_weights import spread_scales
-from jaxserve.passes.statistics import StatisticKind
+from jaxserve.passes.statistics import NOT_FINITE, StatisticKind
 
 Method = Literal["smoothquant", "awq", "awq-duo"]
 STEPS = 20  # exponents that a search tries: 0, 1/20, ... 19/20, as AWQ does
@@ -65,9 +65,10 @@ class Chooser:
     def __call__(self, readers: Sequence[Reader], channels: int) -> np.ndarray:
         """The scales [channels], float32. UserError when a statistic or weight is not finite."""
         for reader in readers:
-            for name, array in (("weights", reader.weight), *reader.statistics.items()):
-                if not np.isfinite(array).all():
-                    raise UserError(f"{reader.path}: its {name} hold infinities or NaN, so no scales can be chosen")
+            if not np.isfinite(reader.weight).all():
+                raise UserError(f"{reader.path}: its weights hold infinities or NaN, so no scales can be chosen")
+            if not all(np.isfinite(statistic).all() for statistic in reader.statistics.values()):
+                raise UserError(f"{reader.path}: {NOT_FINITE}")
         if self.alpha is not None:
             return self.formula(readers, channels, self.alpha)
         tried = [np.ones(channels, np.float32)]
@@ -113,7 +114,7 @@ class Chooser:
                 peak = expected_peak(np.diag(gram) / factors**2)
             else:
                 peak = float(np.max(reader.statistics["absmax"] / factors)) ** 2
-            error += peak / 127**2 / 12 * float(np.sum(np.square(rounded), dtype=np.float64))
+            error += peak / 127**2 / 12 * float(np.sum(np.square(rounded, dtype=np.float64)))
         return error * len(weight) / len(part)
 
 

@@ -103,7 +103,7 @@ class FoldScales(Pass):
                 report[id(leaf.eqn)] = self._match(group, leaf, weight)
         if not report:
             return PassResult.of(
-                rewriter, [NoMatch(f"targets {self.targets}", "selects no weight that a matmul reads")]
+                rewriter, [NoMatch(f"targets {self.targets}", "selects no weight that a matmul reads", asked=True)]
             )
         return dataclasses.replace(PassResult.of(rewriter, report.values()), statistics=tuple(statistics))
 

@@ -58,7 +58,7 @@ def edit_weights(
             found = dataclasses.replace(found, note=f"{found.note}: {note}")
         report.append(found)
     if not report:
-        report.append(NoMatch(f"targets {targets}", "selects no weight"))
+        report.append(NoMatch(f"targets {targets}", "selects no weight", asked=True))
     return dataclasses.replace(PassResult.of(rewriter, report), statistics=tuple(statistics))
 
 

@@ -32,10 +32,12 @@ class Match:
 
 @dataclasses.dataclass(frozen=True)
 class NoMatch:
-    """Falsy; `where` it was tried and the `reason` it failed."""
+    """Falsy; `where` it was tried and the `reason` it failed. `asked` for by name was something that is not there,
+    which people are told even if they did not want to know about every region."""
 
     where: str
     reason: str
+    asked: bool = False
 
     def __bool__(self) -> bool:
         return False

@@ -7,9 +7,10 @@ import dataclasses
 import re
 import time
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from jaxserve._compat import Atom, Var
 from jaxserve.errors import UserError
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.match import Match, NoMatch
@@ -40,7 +41,8 @@ class Context:
 class PassResult:
     """One transaction: the new graph, the weight edits that go with it, and what matched and what did not.
 
-    `statistics` are what the edits read beside parameters.
+    `statistics` are what the edits read beside parameters. `renamed` says what the values of the old graph that have
+    been replaced are called in the new one.
     """
 
     graph: Graph
@@ -48,6 +50,7 @@ class PassResult:
     report: tuple[Match | NoMatch, ...] = ()
     replaced: tuple[Replaced, ...] = ()
     statistics: tuple[Statistic, ...] = ()
+    renamed: Mapping[Var, Atom] = dataclasses.field(default_factory=dict)
 
     @property
     def matches(self) -> int:
@@ -55,7 +58,13 @@ class PassResult:
 
     @staticmethod
     def of(rewriter: Rewriter, report: Iterable[Match | NoMatch]) -> "PassResult":
-        return PassResult(rewriter.finish(), tuple(rewriter.edits), tuple(report), tuple(rewriter.replaced))
+        return PassResult(
+            rewriter.finish(),
+            tuple(rewriter.edits),
+            tuple(report),
+            tuple(rewriter.replaced),
+            renamed=rewriter.renamed,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +86,7 @@ class Pass:
 
     def __str__(self) -> str:
         options = [
-            f"{field.name.replace('_', '-')}={_text(getattr(self, field.name))}"
+            f"{field.name.replace('_', '-')}={option_text(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         ]
@@ -127,7 +136,7 @@ def select(passes: Sequence[Pass], disabled: Sequence[str] = (), stop_after: str
     names = [step.name for step in passes]
     for name in [*disabled, *([stop_after] if stop_after else [])]:
         if name not in names:
-            raise UserError(f"no pass {name!r} in this pipeline; it has: {', '.join(names)}")
+            raise UserError(f"no pass {name!r} in this pipeline; it has: {', '.join(names) or 'none'}")
     if stop_after:
         passes = passes[: names.index(stop_after) + 1]
     return tuple(step for step in passes if step.name not in disabled)
@@ -212,6 +221,9 @@ def _build(cls: type[Pass], options: dict[str, str]) -> Pass:
     return cls(**values)
 
 
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
+
+
 def _parse(cls: type[Pass], field: dataclasses.Field, text: str) -> Any:
     kind = field.type
     choices = typing.get_args(kind)
@@ -222,14 +234,16 @@ def _parse(cls: type[Pass], field: dataclasses.Field, text: str) -> Any:
             return kind(text)  # pyright: ignore[reportCallIssue]
     except (KeyError, ValueError):
         raise UserError(
-            f"pass {cls.name}: option {field.name}={text!r} is not a {getattr(kind, '__name__', kind)}"
+            f"pass {cls.name}: option {field.name.replace('_', '-')}={text!r} is not {_KINDS[kind]}"
         ) from None
     if choices and text not in choices:
-        raise UserError(f"pass {cls.name}: option {field.name}={text!r}; allowed: {', '.join(map(str, choices))}")
+        name = field.name.replace("_", "-")
+        raise UserError(f"pass {cls.name}: option {name}={text!r}; allowed: {', '.join(map(str, choices))}")
     return text
 
 
-def _text(value: Any) -> str:
+def option_text(value: Any) -> str:
+    """A value of an option, as the text form has it."""
     if isinstance(value, bool):
         return str(value).lower()
     text = str(value)

@@ -107,7 +107,9 @@ class QuantizeMatmul(Pass):
         for entry in graph.of_kind("param"):
             if len(entry.aval.shape) == 2:
                 report += self._quantize(rewriter, entry, book.find(entry.path), statistics)
-        report += [NoMatch(f"rule {rule}", "selects no weight that an earlier rule left") for rule in book.unused]
+        report += [
+            NoMatch(f"rule {rule}", "selects no weight that an earlier rule left", asked=True) for rule in book.unused
+        ]
         return dataclasses.replace(PassResult.of(rewriter, report), statistics=tuple(statistics))
 
     def _quantize(

@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxserve.pallas_kernels import QuantFormat
 from jaxserve.pallas_kernels.quantized_matmul.grid import Grid
+from jaxserve.passes.statistics import NOT_FINITE
 
 SHRINKS = tuple(1 - step / 20 for step in range(11))  # AWQ's: down to half of the range
 
@@ -40,5 +41,5 @@ def check_gram(gram: np.ndarray, inputs: int) -> np.ndarray:
     if gram.shape != (inputs, inputs):
         raise ValueError(f"the gram of a weight with {inputs} inputs must be [{inputs}, {inputs}], got {gram.shape}")
     if not np.isfinite(gram).all():
-        raise ValueError("the activations of the calibration text are not finite")
+        raise ValueError(NOT_FINITE)
     return np.asarray(gram, np.float32)

@@ -68,7 +68,8 @@ class Recipe:
         steps = ["canonicalize", "lower-dense-matmul", *(fold.format(scheme=scheme) for fold in self.folds)]
         steps += ["fuse-qkv", "fuse-gate-up"]
         if all_rules:
-            steps.append(f"quantize-matmul{{{','.join(filter(None, (f"rules='{all_rules}'", self.method)))}}}")
+            quoted = "'" + all_rules.replace("'", "''") + "'"
+            steps.append(f"quantize-matmul{{{','.join(filter(None, (f'rules={quoted}', self.method)))}}}")
         if activations == "bf16":
             steps.append("narrow-matmul")
         if all_rules:

@@ -68,6 +68,11 @@ class Rewriter:
         """Whether `var` is the result of a match that has been replaced already."""
         return var in self._renamed
 
+    @property
+    def renamed(self) -> dict[Var, Atom]:
+        """What gives the results of the matches that have been replaced."""
+        return {var: resolve(self._renamed, var) for var in self._renamed}
+
     def add_output(self, output: Output, var: Atom) -> None:
         self._outputs.append((output, var))
 

@@ -67,15 +67,22 @@ def parse_scheme(text: str) -> Scheme:
         raise UserError(f"unknown quantization scheme {text!r}; allowed: {', '.join(SCHEMES)}")
     kind = SCHEMES[name]
     format, activation = kind.format, kind.activation
-    for option in options:
+    for index, option in enumerate(options):
         if option not in kind.options:
             allowed = ", ".join(kind.options) or "none"
             raise UserError(f"scheme {text!r}: unknown option {option!r}; allowed: {allowed}")
+        if clash := [other for other in options[:index] if _sets(other) == _sets(option)]:
+            raise UserError(f"scheme {text!r}: {clash[0]} and {option} decide the same; leave one out")
         if option == "static":
             activation = f"{kind.activation}-static"
         elif format is not None:
             format = _changed(format, option)
     return Scheme(text.strip(), format, activation)
+
+
+def _sets(option: str) -> str:
+    """What of a scheme an option decides."""
+    return "offset" if option in OFFSETS else option if option == "static" else "group"
 
 
 def _changed(format: QuantFormat, option: str) -> QuantFormat:

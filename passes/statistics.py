@@ -16,6 +16,7 @@ from jaxserve._compat import Var
 
 StatisticKind = Literal["absmax", "absmean", "square", "range", "gram"]
 PREFIX = "stats/"
+NOT_FINITE = "what it multiplies is not finite on the calibration text: do weights before it hold infinities or NaN?"
 
 
 @dataclasses.dataclass(frozen=True)

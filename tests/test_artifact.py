@@ -1,6 +1,7 @@
 """Artifacts are written whole or not at all, and damage is found and named when one is opened."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -8,13 +9,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+from typing import cast
 
+import numpy as np
 import pytest
 
 from jaxserve import manifest as manifests
 from jaxserve.artifact import ArtifactWriter, open_artifact
 from jaxserve.errors import UserError
 from jaxserve.manifest import ArtifactError
+from jaxserve.passes.weights import Source
+from jaxserve.spill import Spill
 from tests.artifact_sample import FILES, sample_manifest, write_sample
 
 
@@ -327,3 +332,25 @@ def test_opening_through_a_link_and_a_relative_path(tmp_path, monkeypatch):
     write_sample(pathlib.Path("link"), {"tokenizer/tokenizer.json": "{ }"})
     assert os.path.islink("link")
     assert open_artifact("a").read("tokenizer/tokenizer.json") == b"{ }"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "weights"),
+        ValueError("UNKNOWN: Error writing to file: [OS error 28: ENOSPC No space left on device]"),
+    ],
+)
+def test_a_full_disk_leaves_one_line_and_nothing_else(tmp_path: pathlib.Path, error: Exception):
+    refused = pytest.raises(ArtifactError, match=r"a: no space is left there; nothing was written")
+    with refused, ArtifactWriter(tmp_path / "a") as writer:
+        writer.write("weights", "some")
+        raise error
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_calibration_puts_aside_says_that_the_disk_is_full(tmp_path: pathlib.Path):
+    spill = Spill(tmp_path / "spill", cast(Source, None))
+    (tmp_path / "spill" / "000000").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        spill.put("w", np.zeros(1 << 20, np.float32))

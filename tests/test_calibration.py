@@ -193,6 +193,23 @@ def test_a_tied_embedding_is_changed_once_for_both_of_its_readers(ids, tmp_path)
     np.testing.assert_allclose(step.seen["layers_0/mlp/up_proj/kernel"], direct("absmean", want), rtol=1e-4)
 
 
+def test_a_calibrated_pass_may_quantize_the_embedding_too(ids, tmp_path):
+    """Its lookup, which hands on to the first layer, becomes another equation: as if a pass before had done it."""
+    tied = Model(dataclasses.replace(tiny(layers=2), tied=True))
+    method = "method=gptq,act-order=static"
+    specs = (
+        f"quantize-matmul{{rules='.*=w8a16',{method}}}",
+        f"quantize-matmul{{rules='embed=w8a16'}},quantize-matmul{{rules='layers=w8a16',{method}}}",
+    )
+    found = [
+        calibrated(tied, [*DENSE, *parse_spec(spec)], ids, ValueSource(tied.weights), tmp_path / str(index))
+        for index, spec in enumerate(specs)
+    ]
+    assert found[0].keys() == found[1].keys() and "embed_tokens/embedding/codes" in found[0]
+    for path, value in found[0].items():
+        np.testing.assert_array_equal(value, found[1][path], err_msg=path)
+
+
 class OfTheResidual(Shrink):
     """Shrinks layer 1's down_proj by what layer 0 hands on."""
 

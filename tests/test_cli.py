@@ -163,7 +163,13 @@ CALIBRATED = "canonicalize,lower-dense-matmul,prune,insert-paged-kv"
         (["--rule", "(=w8a16"], "is not a regular expression"),
         (["--rule", "mlp=w4a16:g48"], "unknown option 'g48'; allowed: g32, g64, g128"),
         (["--pipeline", "canonicalize", "--rule", "mlp=w8a16"], "--pipeline says it all: leave out --rule"),
-        (["--recipe", "bf16", "--group", "64"], "--group and --sym belong to recipes w4a16 and w3a16, not to bf16"),
+        (["--rule", "mlp=w4a16:g32:g64"], "'w4a16:g32:g64': g32 and g64 decide the same"),
+        (["--recipe", "w4a16", "--group", "32", "--rule", "it's=w5"], "unknown quantization scheme 'w5'"),
+        (["--recipe", "bf16", "--group", "64"], "belong to recipes w4a16, w4a16-awq, w4a16-gptq, w3a16-awq, w3a16-g"),
+        (["--pipeline", ""], "does not insert a KV cache"),
+        (["--pipeline", "", "--recipe", "f32"], "--pipeline says it all: leave out --recipe"),
+        (["--pipeline", " ", "--stop-after", "canonicalize"], "no pass 'canonicalize' in this pipeline; it has: none"),
+        (["--dump-ir", "/dev/null/ir"], "--dump-ir /dev/null/ir: Not a directory"),
         (["--max-model-len", "513"], "--max-model-len 513 is not between 2 and 512"),
         (["--kv-tokens", "3"], "--kv-tokens 3 does not hold one page of 16"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0 is not between"),
@@ -221,6 +227,17 @@ def test_look_at_the_ir(stories: pathlib.Path, tmp_path: pathlib.Path, capsys: C
     assert "embed_tokens/embedding: no match, no rule selects it" in captured.err
 
 
+def test_what_was_asked_for_and_is_not_there_is_said_unasked(stories: pathlib.Path, capsys: Capture):
+    assert main(["compile", str(stories), "--rule", "layer_0/=w8a16", "--stop-after", "quantize-matmul"]) == 0
+    assert "rule layer_0/=w8a16: no match, selects no weight" in capsys.readouterr().err
+    passes = "lower-dense-matmul,prune{targets=layer},fold-scales{targets='it''s'}"
+    assert main(["compile", str(stories), "--pipeline", passes, "--stop-after", "fold-scales"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("no match") == 1 and "targets it's: no match, selects no weight that a matmul reads" in told
+    assert main(["compile", str(stories), "--rule", "it's=w8a16", "--stop-after", "quantize-matmul"]) == 0
+    assert "rule it's=w8a16: no match" in capsys.readouterr().err
+
+
 def test_print_everything(stories: pathlib.Path, capsys: Capture):
     assert main(["compile", str(stories), "--stop-after", "fuse-qkv", "--print-ir-after", "all"]) == 0
     printed = re.findall(r"^// after (\S+)$", capsys.readouterr().out, re.MULTILINE)
@@ -242,7 +259,7 @@ def test_passes(capsys: Capture):
     text = capsys.readouterr().out
     assert "quantize-matmul" in text and "w4a16" in text
     assert main(["passes", "insert-paged-kv"]) == 0
-    assert "page: default" in capsys.readouterr().out
+    assert "  page=16\n  kv=bf16  (one of f32, bf16, int8, int4, fp8)\n" in capsys.readouterr().out
     assert "no pass 'fly'; passes: canonicalize" in refused(capsys, "passes", "fly")
 
 

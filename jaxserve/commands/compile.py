@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype", choices=("f32", "bf16", "int8", "int4", "fp8"),
         help="what the KV cache keeps keys and values in (default: the recipe's, else the activations' dtype)",
     )  # fmt: skip
-    parser.add_argument("--group", help="inputs a scale, for w4a16 and w3a16: 32, 64 or 128 (default 64)")
-    parser.add_argument("--sym", action="store_true", help="w4a16 and w3a16 without a minimum")
+    parser.add_argument("--group", help="inputs a scale, for w4a16... and w3a16...: 32, 64 or 128 (default 64)")
+    parser.add_argument("--sym", action="store_true", help="w4a16... and w3a16... without a minimum")
     parser.add_argument(
         "--rule", action="append", default=[], metavar="REGEX=SCHEME",
         help="quantize weights whose path matches, before the recipe's own rule; SCHEME: skip, native, w8a16, "

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect as inspection
+import typing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
         if options.name not in PASSES:
             raise UserError(f"no pass {options.name!r}; passes: {', '.join(PASSES)}")
         cls = PASSES[options.name]
-        fields = [f"  {field.name.replace('_', '-')}: default {field.default!r}" for field in dataclasses.fields(cls)]
+        fields = [f"  {_describe(field)}" for field in dataclasses.fields(cls)]
         print("\n".join([cls.name, "", inspection.getdoc(cls) or "", "", "options:", *(fields or ["  none"])]))
         return 0
     for name, cls in PASSES.items():
@@ -26,3 +27,11 @@ def run(options: argparse.Namespace) -> int:
     for name, recipe in RECIPES.items():
         print(f"{name:<20} {recipe.spec()}")
     return 0
+
+
+def _describe(field: dataclasses.Field) -> str:
+    """An option as a pipeline spells it, and what else it can be."""
+    from jaxserve.passes.pipeline import option_text
+
+    choices = ", ".join(map(option_text, typing.get_args(field.type)))
+    return f"{field.name.replace('_', '-')}={option_text(field.default)}" + (f"  (one of {choices})" if choices else "")

@@ -9,6 +9,7 @@ Weights, and G for every matmul, are held in memory: this is for models of some 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
@@ -115,9 +116,16 @@ def output_errors(passes: Sequence[Pass], original: Original, settings: Settings
         outputs, inputs = scales[path]
         change = weight / outputs[:, None] / inputs - original.weights[path]
         for name, rows in original.parts[path].items():
-            whole = energy(original.weights[path][rows], original.grams[path])
-            errors[name] = (energy(change[rows], original.grams[path]) / whole) ** 0.5
+            errors[name] = relative_error(change[rows], original.weights[path][rows], original.grams[path])
     return errors
+
+
+def relative_error(change: np.ndarray, weight: np.ndarray, gram: np.ndarray) -> float:
+    """||X E^T|| / ||X W^T|| of a change E of a weight W [O, I]; where W gives nothing, 0 if E does not either."""
+    error, whole = energy(change, gram), energy(weight, gram)
+    if whole <= 0:
+        return math.inf if error > 0 else 0.0
+    return (error / whole) ** 0.5
 
 
 def final_weights(model: Rewritten) -> dict[str, np.ndarray]:

@@ -24,6 +24,8 @@ def named_pipelines(values: Sequence[str], activations: str = "") -> dict[str, t
     """Pipelines by label; UserError for what is neither a recipe nor a pipeline, or a label that is given twice."""
     found: dict[str, tuple[Pass, ...]] = {}
     for value in values:
+        if not value.strip():
+            raise UserError("--recipes is empty: name recipes, or leave it out")
         for label, spec in _labelled(value, activations):
             if label in found:
                 raise UserError(f"--recipes: {label!r} is given twice; write LABEL:PIPELINE to tell them apart")

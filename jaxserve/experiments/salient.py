@@ -10,12 +10,15 @@ Rounded weights are multiplied dense here, so that only the numbers change.
 """
 
 import dataclasses
+import math
 import zlib
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
 from absl import flags
 
+from jaxserve.errors import UserError
 from jaxserve.experiments import common, pipelines, scoring
 from jaxserve.experiments.common import Settings
 from jaxserve.experiments.scoring import Windows
@@ -81,9 +84,20 @@ def variants(scheme: str, fraction: float, scales: list[float]) -> dict[str, Rou
     return {**plain, **kept, **scaled}
 
 
+def parse_scales(texts: Sequence[str]) -> list[float]:
+    """The factors of --scales; UserError for what is no positive number."""
+    try:
+        scales = [float(text) for text in texts]
+    except ValueError:
+        scales = [math.nan]
+    if not all(0 < scale < math.inf for scale in scales):
+        raise UserError(f"--scales {','.join(texts)}: must be positive numbers")
+    return scales
+
+
 def run(settings: Settings) -> None:
     """The command."""
-    scales = [float(text) for text in SCALES.value]
+    scales = parse_scales(SCALES.value)
     *layout, paged = parse_spec(pipelines.recipe_spec("f32", common.ACTIVATIONS.value or ""))
     windows = Windows.from_flags(settings)
     scores = []

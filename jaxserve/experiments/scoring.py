@@ -4,6 +4,7 @@ The text is tokenized whole and cut into windows of --context tokens; every posi
 """
 
 import dataclasses
+import hashlib
 import math
 import pathlib
 import time
@@ -50,8 +51,9 @@ class Windows:
         return Windows(path.name, CONTEXT.value, tuple(found))
 
     def to_json(self) -> dict[str, Any]:
-        """What must agree for two runs to be compared."""
-        return {"text": self.text, "context": self.context, "windows": len(self.ids)}
+        """What must agree for two runs to be compared; other tools leave out the hash of the ids."""
+        digest = hashlib.sha256(np.asarray(self.ids, np.int32).tobytes()).hexdigest()
+        return {"text": self.text, "context": self.context, "windows": len(self.ids), "sha256": digest}
 
     def __str__(self) -> str:
         return f"{self.text}, {len(self.ids)} windows of {self.context} tokens"

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.calibration import open_tokenizer
 from jaxserve.experiments import layer_error
 from jaxserve.experiments.common import Settings
-from jaxserve.experiments.output_errors import original_model, output_errors, scaling
+from jaxserve.experiments.output_errors import original_model, output_errors, relative_error, scaling
 from jaxserve.models.resolve import resolve
 from jaxserve.pallas_kernels import quantize_rtn
 from jaxserve.passes.recipes import parse_spec
@@ -114,3 +114,9 @@ def test_the_command(parse, tmp_path, capsys):
         assert rows["w8a16", kind]["error"] < 0.2 * rows["w4a16", kind]["error"] and rows["w4a16", kind]["layer"] == 0
         assert f"{rows['w4a16', kind]['error']:.5g}" in table  # one layer, so the mean is its error
     assert plot.read_text().startswith("<svg")
+
+
+def test_a_weight_that_gives_nothing():
+    zero, one, gram = np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32), np.eye(3, dtype=np.float32)
+    assert relative_error(zero, zero, gram) == 0 and relative_error(one, zero, gram) == np.inf
+    assert relative_error(one, 2 * one, gram) == 0.5

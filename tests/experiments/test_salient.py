@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.errors import UserError
 from jaxserve.experiments import alpha_sweep, salient
-from jaxserve.experiments.salient import RoundWithSalient, variants
+from jaxserve.experiments.salient import RoundWithSalient, parse_scales, variants
 from jaxserve.pallas_kernels import quantize_rtn
 from jaxserve.passes.pipeline import Context
 from jaxserve.passes.recipes import parse_spec
@@ -129,3 +129,9 @@ def test_bad_sweeps():
         alpha_sweep.with_alpha(parse_spec("canonicalize"), "0.5")
     with pytest.raises(UserError, match="allowed: auto, or a number from 0 to 1"):
         alpha_sweep.with_alpha(parse_spec(SWEPT), "two")
+
+
+@pytest.mark.parametrize("texts", [["2", "x"], ["0"], ["-1"], ["nan"], ["inf"]])
+def test_scales_that_will_not_do(texts):
+    with pytest.raises(UserError, match=r"--scales .*: must be positive numbers"):
+        parse_scales(texts)

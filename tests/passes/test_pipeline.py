@@ -107,9 +107,9 @@ def test_text_form_shows_what_is_not_default():
         ("plain{count=1,count=2}", "option 'count' is given twice, again at position 14"),
         ("plain{a-text='x}", r"cannot read \"'x}\" at position 13"),
         ("plain{color=red}", "pass plain: unknown option 'color'; options: a-text, count, ratio, flag, mode"),
-        ("plain{count=x}", "pass plain: option count='x' is not a int"),
-        ("plain{ratio=x}", "pass plain: option ratio='x' is not a float"),
-        ("plain{flag=yes}", "pass plain: option flag='yes' is not a bool"),
+        ("plain{count=x}", "pass plain: option count='x' is not a whole number"),
+        ("plain{ratio=x}", "pass plain: option ratio='x' is not a number"),
+        ("plain{flag=yes}", "pass plain: option flag='yes' is not true or false"),
         ("plain{mode=medium}", "pass plain: option mode='medium'; allowed: fast, slow"),
     ],
 )

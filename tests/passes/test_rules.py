@@ -45,6 +45,9 @@ def test_schemes(text, expected, activation):
         ("w4a8:sym", "unknown option 'sym'; allowed: g32, g64, g128, static"),
         ("w4a16:g48", "unknown option 'g48'; allowed: g32, g64, g128, channel, sym, asym, zero"),
         ("w4a16:", "unknown option ''"),
+        ("w4a16:g32:channel", "scheme 'w4a16:g32:channel': g32 and channel decide the same; leave one out"),
+        ("w4a16:sym:g32:asym", "sym and asym decide the same"),
+        ("w8a8:static:static", "static and static decide"),
     ],
 )
 def test_bad_schemes(text, message):

@@ -15,7 +15,8 @@ from jaxserve.pallas_kernels import _mosaic
 from jaxserve.pallas_kernels._op import Refusal
 from jaxserve.pallas_kernels._target import not_hopper
 from jaxserve.pallas_kernels.kv_write.format import KvFormat
-from jaxserve.pallas_kernels.paged_attention.mosaic_body import ROWS, VALUES, Kind, Shape, call
+from jaxserve.pallas_kernels.paged_attention.mosaic_body import call
+from jaxserve.pallas_kernels.paged_attention.mosaic_sizes import ROWS, VALUES, Kind, Shape
 
 SPLIT = 512
 HEAD_DIMS = (64, 96, 128, 256)

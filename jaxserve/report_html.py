@@ -265,8 +265,8 @@ code { font: 12px ui-monospace, monospace; overflow-wrap: anywhere }
 </div>
 <h2>Weights</h2>
 {% if measured %}
-<p class="muted">The error is ‖XWᵀ − XQᵀ‖ / ‖XWᵀ‖ on the calibration text: of rounding to nearest, and of this
-artifact.</p>
+<p class="muted">The error is ‖XWᵀ − XQᵀ‖ / ‖XWᵀ‖ on the calibration text: of rounding the original
+weight to nearest, and of what this artifact holds; – where no pass measured it.</p>
 {% else %}
 <p class="muted">No output errors: they are measured where a pass collects the products of activations (AWQ, GPTQ).</p>
 {% endif %}

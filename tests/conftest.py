@@ -2,10 +2,13 @@
 
 import os
 import pathlib
+import signal
 
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A shell that runs the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,13 @@ class Perplexity:
 
     @staticmethod
     def of(total: float, windows: int, tokens: int) -> "Perplexity":
-        """From the sum of all -log p; inf for a model that is so wrong that no float holds it."""
-        mean = total / tokens
-        return Perplexity(math.exp(mean) if mean < 700 else math.inf, windows, tokens)
+        """From the sum of all -log p."""
+        return Perplexity(perplexity_of(total / tokens), windows, tokens)
+
+
+def perplexity_of(mean: float) -> float:
+    """exp of a mean -log p; inf for a model that is so wrong that no float holds it."""
+    return math.exp(mean) if mean < 700 else math.inf
 
 
 def text_windows(tokenizer: Tokenizer, text: str, context: int, limit: int) -> list[tuple[int, ...]]:

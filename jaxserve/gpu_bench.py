@@ -50,9 +50,6 @@ SHAPES = {
     "kv_write": write_shapes,
 }
 
-READ = {"kv_write": 3}
-"""Ops that update their operands in place, all but so many at the end, which they only read."""
-
 
 def target_of(device: Any) -> Target:
     """The card's description by its name; of an unknown card the H100's, on a CPU this machine's."""
@@ -68,19 +65,18 @@ def measure(op: Op, case: Case, target: Target, ceilings: tuple[float, float], r
     row: dict[str, Any] = {"kernel": choice.name, "refused": "; ".join(reason for _, reason in choice.refusals)}
     if choice.name == "reference":
         return row
-    donated = len(case.specs) - READ[op.name] if op.name in READ else 0
-    run, sets = jax.jit(choice.function, donate_argnums=tuple(range(donated))), list(operand_sets(case))
+    run, sets = jax.jit(choice.function, donate_argnums=tuple(range(case.updated))), list(operand_sets(case))
     expected = jax.jit(lambda *operands: op.reference(*operands, **case.params))(*sets[0])
 
     def call(index: int) -> Any:
         found = run(*sets[index])
-        if donated:
-            sets[index] = (*found, *sets[index][donated:])
+        if case.updated:
+            sets[index] = (*found, *sets[index][case.updated :])
         return found
 
     def calls() -> Any:
-        found = [call(index % len(sets)) for index in range(CALLS)]
-        return sets if donated else found
+        """The last results of each set: those before them may have been given away."""
+        return [call(index % len(sets)) for index in range(CALLS)][-len(sets) :]
 
     error = max(map(_error, jax.tree.leaves(call(0)), jax.tree.leaves(expected)))
     seconds = median_seconds(calls, repeats) / CALLS

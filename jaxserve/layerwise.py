@@ -10,7 +10,6 @@ In memory are at a time: one segment's parameters and statistics, and the activa
 """
 
 import dataclasses
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -86,7 +85,7 @@ def plan_steps(before: Graph, stage: Stage, plan: WeightPlan) -> list[Step]:
         measured = tuple(s for s in stage.result.statistics if times[s.path][0] == number)
         runs = (
             _run(old, number, needed if keeps else (), measured, renamed),
-            None if keeps else _run(new, number, needed),
+            None if keeps else _run(new, number, needed, (), {}),
         )
         step = Step(
             before=runs[0],
@@ -136,8 +135,8 @@ def _run(
     segments: Segments,
     number: int,
     needed: Iterable[Var],
-    measured: tuple[Statistic, ...] = (),
-    renamed: Mapping[Var, Var] = types.MappingProxyType({}),
+    measured: tuple[Statistic, ...],
+    renamed: Mapping[Var, Var],
 ) -> Run | None:
     wanted = set(needed)
     handed = [var for var in segments.results(number) if var in wanted]

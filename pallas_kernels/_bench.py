@@ -60,8 +60,9 @@ def pure_call(op: Op, case: Case) -> Callable[[], Any]:
     return lambda: call(*next(turn))
 
 
-def donating_call(op: Op, case: Case, donated: int) -> Callable[[], Any]:
-    """A call that updates its first `donated` operands in place."""
+def donating_call(op: Op, case: Case) -> Callable[[], Any]:
+    """A call that updates operands in place."""
+    donated = case.updated
     call = jax.jit(lambda *operands: op(*operands, **case.params), donate_argnums=tuple(range(donated)))
     operands = list(operand_sets(case)[0])
 

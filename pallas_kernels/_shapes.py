@@ -51,7 +51,8 @@ class Workload:
 class Case:
     """One call of an op: operand specs, parameters, and what it must read, write and compute at least.
 
-    `fill(rng)` makes operands that fit the specs and make sense (block tables without repeats and so on).
+    `fill(rng)` makes operands that fit the specs and make sense (block tables without repeats and so on). The first
+    `updated` operands are results, too, and given away to be updated in place.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Case:
     bytes: int
     flops: int
     fill: Callable[[np.random.Generator], tuple[np.ndarray, ...]]
+    updated: int = 0
 
 
 MODELS = (

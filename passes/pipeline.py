@@ -86,7 +86,7 @@ class Pass:
 
     def __str__(self) -> str:
         options = [
-            f"{field.name.replace('_', '-')}={option_text(getattr(self, field.name))}"
+            f"{option_name(field.name)}={option_text(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         ]
@@ -203,7 +203,7 @@ def _options(tokens: list[_Token]) -> dict[str, str]:
         at = tokens[0][2]
         key = _expect(tokens, "an option's name", "name").replace("-", "_")
         if key in options:
-            raise UserError(f"pipeline spec: option {key.replace('_', '-')!r} is given twice, again at position {at}")
+            raise UserError(f"pipeline spec: option {option_name(key)!r} is given twice, again at position {at}")
         _expect(tokens, "'='", "punct", "=")
         options[key] = _expect(tokens, "a value", "name quoted value")
     tokens.pop(0)
@@ -215,8 +215,8 @@ def _build(cls: type[Pass], options: dict[str, str]) -> Pass:
     values: dict[str, Any] = {}
     for key, text in options.items():
         if key not in fields:
-            allowed = ", ".join(name.replace("_", "-") for name in fields) or "none"
-            raise UserError(f"pass {cls.name}: unknown option {key.replace('_', '-')!r}; options: {allowed}")
+            allowed = ", ".join(map(option_name, fields)) or "none"
+            raise UserError(f"pass {cls.name}: unknown option {option_name(key)!r}; options: {allowed}")
         values[key] = _parse(cls, fields[key], text)
     return cls(**values)
 
@@ -226,20 +226,22 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 def _parse(cls: type[Pass], field: dataclasses.Field, text: str) -> Any:
     kind = field.type
-    choices = typing.get_args(kind)
+    choices, given = typing.get_args(kind), f"{option_name(field.name)}={text!r}"
     try:
         if kind is bool:
             return {"true": True, "false": False}[text]
         if kind in (int, float):
             return kind(text)  # pyright: ignore[reportCallIssue]
     except (KeyError, ValueError):
-        raise UserError(
-            f"pass {cls.name}: option {field.name.replace('_', '-')}={text!r} is not {_KINDS[kind]}"
-        ) from None
+        raise UserError(f"pass {cls.name}: option {given} is not {_KINDS[kind]}") from None
     if choices and text not in choices:
-        name = field.name.replace("_", "-")
-        raise UserError(f"pass {cls.name}: option {name}={text!r}; allowed: {', '.join(map(str, choices))}")
+        raise UserError(f"pass {cls.name}: option {given}; allowed: {', '.join(map(str, choices))}")
     return text
+
+
+def option_name(field: str) -> str:
+    """What the text form calls a field of a pass."""
+    return field.replace("_", "-")
 
 
 def option_text(value: Any) -> str:

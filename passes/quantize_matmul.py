@@ -16,7 +16,7 @@ from jaxserve.passes.clip import quantize_clip
 from jaxserve.passes.gptq import ActOrder, Ranges, quantize_gptq
 from jaxserve.passes.graph import Graph, Input, input_scale_path
 from jaxserve.passes.match import Match, NoMatch
-from jaxserve.passes.pipeline import Context, Pass, PassResult
+from jaxserve.passes.pipeline import Context, Pass, PassResult, option_name
 from jaxserve.passes.readers import MATMUL, weight_readers
 from jaxserve.passes.rewrite import Rewriter
 from jaxserve.passes.rules import RuleBook, Scheme, parse_rules
@@ -94,7 +94,7 @@ class QuantizeMatmul(Pass):
         parse_rules(self.rules)  # a bad rule is refused before anything is traced
         for field in dataclasses.fields(self)[2:]:
             if field.name not in METHODS[self.method].options and getattr(self, field.name) != field.default:
-                name = field.name.replace("_", "-")
+                name = option_name(field.name)
                 raise UserError(f"pass quantize-matmul: option {name} does not belong to method={self.method}")
         if not 0 < self.damp <= 1:
             raise UserError(f"pass quantize-matmul: damp={self.damp:g} is not above 0 and up to 1")

@@ -156,14 +156,9 @@ class Runner:
     def bucket_of(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that fits and is loaded; the smallest that fits while none is."""
         tokens, seqs, samples = plan.num_tokens, len(plan.rows), plan.num_samples
-        smallest: Bucket | None = None
-        for bucket in self._buckets:
-            if bucket.fits(plan.kind, tokens, seqs, samples):
-                if self._is_loaded(bucket):
-                    return bucket
-                smallest = smallest or bucket
-        if smallest is not None:
-            return smallest
+        fitting = [bucket for bucket in self._buckets if bucket.fits(plan.kind, tokens, seqs, samples)]
+        if fitting:
+            return next(filter(self._is_loaded, fitting), fitting[0])
         raise ValueError(
             f"no bucket fits a {plan.kind} plan of {tokens} tokens in {seqs} rows that chooses {samples}; "
             f"there are {', '.join(f'{b.kind} {b.tokens}x{b.seqs}' for b in self._buckets)}"

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _describe(field: dataclasses.Field) -> str:
     """An option as a pipeline spells it, and what else it can be."""
-    from jaxserve.passes.pipeline import option_text
+    from jaxserve.passes.pipeline import option_name, option_text
 
     choices = ", ".join(map(option_text, typing.get_args(field.type)))
-    return f"{field.name.replace('_', '-')}={option_text(field.default)}" + (f"  (one of {choices})" if choices else "")
+    return f"{option_name(field.name)}={option_text(field.default)}" + (f"  (one of {choices})" if choices else "")

@@ -19,7 +19,7 @@ from absl import flags
 from jaxserve.calibration import open_tokenizer
 from jaxserve.charts import bar_chart
 from jaxserve.errors import UserError
-from jaxserve.evaluate import read_text, text_windows
+from jaxserve.evaluate import perplexity_of, read_text, text_windows
 from jaxserve.experiments import common
 from jaxserve.experiments.common import Settings
 from jaxserve.models.resolve import resolve
@@ -72,8 +72,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """exp of the mean negative log-likelihood over all windows, which have the same length."""
-        mean = math.fsum(self.nll) / len(self.nll)
-        return math.exp(mean) if mean < 700 else math.inf
+        return perplexity_of(math.fsum(self.nll) / len(self.nll))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -141,7 +140,7 @@ def deliver(
     for one in scores:
         theirs = reference.get(one.name, next(iter(reference.values())) if len(reference) == 1 else None)
         mean, error = paired(one.nll, theirs) if theirs is not None else (None, None)
-        percent = 100 * math.expm1(min(mean, 700)) if mean is not None else None
+        percent = 100 * (perplexity_of(mean) - 1) if mean is not None else None
         rows.append([one.name, one.perplexity, mean, error, percent, one.weight_bytes / 1e6, round(one.seconds, 1)])
     title = f"{settings.model}, {windows}"
     print_table(title, ["pipeline", "perplexity", "Δ nll", "± error", "Δ %", "weights, MB", "seconds"], rows)

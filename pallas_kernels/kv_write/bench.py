@@ -7,7 +7,7 @@ from jaxserve.pallas_kernels.kv_write.shapes import cases
 
 def main() -> None:
     """Command line: a JSON line for every shape."""
-    _bench.main(OP, cases, lambda op, case: _bench.donating_call(op, case, donated=len(case.specs) - 3))
+    _bench.main(OP, cases, _bench.donating_call)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def cases(dtype: Any) -> list[Case]:
                     bytes=size(rows, rows, slots) + written,
                     flops=0,
                     fill=functools.partial(_fill, caches=cache * 2, rows=rows, work=work, slots=pages * PAGE_SIZE),
+                    updated=2 * len(cache),
                 )
             )
     return found

@@ -109,8 +109,16 @@ def test_decode(lengths, pages_per_seq, dtype, options):
         ([(6, 90)], 6, BF16, {}, Heads(q=1, kv=1, dim=96)),
         # Two warpgroups share the values of a tile; one sequence decodes, one goes on.
         ([(1, 70), (3, 40)], 5, BF16, {"window": 50}, Heads(q=2, kv=1, dim=256)),
+        pytest.param([(1, 70), (3, 40)], 5, F16, {}, Heads(q=2, kv=1, dim=256), marks=pytest.mark.slow),
     ],
-    ids=["mixed", "two-warpgroups-window", "verify-layer-window-softcap", "heads-of-96", "heads-of-256"],
+    ids=[
+        "mixed",
+        "two-warpgroups-window",
+        "verify-layer-window-softcap",
+        "heads-of-96",
+        "heads-of-256",
+        "heads-of-256-f16",
+    ],
 )
 def test_several_tokens(rows, pages_per_seq, dtype, options, heads):
     options = PLAIN | options

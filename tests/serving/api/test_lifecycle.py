@@ -116,12 +116,17 @@ def test_many_streams_at_once():
 def test_500_connections(server: Running):
     """Case 28: idle and half-open sockets keep nobody from streaming."""
     with contextlib.ExitStack() as stack:
-        for number in range(500):
-            idle = stack.enter_context(socket.create_connection((server.host, server.port), timeout=5))
+        idle = [socket.create_connection((server.host, server.port), timeout=5) for _ in range(500)]
+        for number, each in enumerate(idle):
+            stack.enter_context(each)
             if number % 2:
-                idle.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le")
+                each.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le")
         assert "".join(chunk.choices[0].text for chunk in server.complete(stream=True)) == "Hello, world!"
         assert server.http.get("/health").status_code == 200
+        for each in idle:  # nobody was let in by closing those before
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                each.recv(1)
 
 
 def test_drain():

@@ -12,7 +12,8 @@ CURL = """
 {name} is served at {url}; try:
 
   curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\
-    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    -d '{{"model": "{name}", "temperature": 0,
+         "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 """
 
 

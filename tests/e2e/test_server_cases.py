@@ -1,15 +1,23 @@
 """Reported failures of other servers that only a real model can show (numbers: the cases they are filed under)."""
 
+import contextlib
 import dataclasses
+import http.client
 import itertools
+import json
 import math
+import threading
+import urllib.parse
+from collections.abc import Callable
 
-import httpx
 import numpy as np
 import pytest
 
+from jaxserve.serving.delivery import OutputStream
 from jaxserve.serving.engine import Engine
+from jaxserve.serving.plan import StepPlan
 from jaxserve.serving.request import SamplingParams
+from jaxserve.serving.runner import PendingStep
 from tests.e2e.support import Live, ask_one, greedy
 from tests.serving.api.support import wait_for
 
@@ -105,18 +113,43 @@ def test_min_tokens_on_the_sample_model(sample: Live):
     assert 30 <= longer.usage.completion_tokens <= 40
 
 
+class Held:
+    """A runner's `dispatch` that waits for permits, so that a request cannot end before its client has left."""
+
+    def __init__(self, dispatch: Callable[[StepPlan], PendingStep], permits: int) -> None:
+        self._dispatch = dispatch
+        self.permits = threading.Semaphore(permits)
+        self.steps = 0
+
+    def __call__(self, plan: StepPlan) -> PendingStep:
+        assert self.permits.acquire(timeout=60)
+        self.steps += 1
+        return self._dispatch(plan)
+
+
 @pytest.mark.parametrize("stream", [True, False])
-def test_disconnect_frees_blocks(stories: Live, story: list[int], stream: bool):
+def test_disconnect_frees_blocks(stories: Live, story: list[int], stream: bool, monkeypatch: pytest.MonkeyPatch):
     """Case 17, on a pool that is really used."""
     body = {"prompt": story[:40], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "n": 2, "stream": stream}
-    timeout = httpx.Timeout(30, read=None if stream else 0.05)  # some 30 steps of 400
     wait_for(lambda: stories.idle)
-    if stream:
-        with httpx.stream("POST", stories.server.url + "/v1/completions", json=body, timeout=timeout) as response:
-            next(response.iter_lines())
-            assert not stories.idle
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(stories.server.url + "/v1/completions", json=body, timeout=timeout)
+    held = Held(stories.session.runner.dispatch, permits=30)
+    cancelled, cancel = threading.Event(), OutputStream.cancel
+
+    def cancel_and_tell(left: OutputStream) -> None:
+        cancel(left)
+        cancelled.set()
+
+    monkeypatch.setattr(stories.session.runner, "dispatch", held)
+    monkeypatch.setattr(OutputStream, "cancel", cancel_and_tell)
+    address = urllib.parse.urlsplit(stories.server.url)
+    with contextlib.closing(http.client.HTTPConnection(str(address.hostname), address.port)) as client:
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if stream:
+            assert client.getresponse().readline().startswith(b"data: ")
+        wait_for(lambda: held.steps == 30)
+        assert not stories.idle
+    assert cancelled.wait(60)
+    held.permits.release(400)
     wait_for(lambda: stories.idle)
+    assert held.steps < 40
     stories.engine.scheduler.pool.check_integrity([])

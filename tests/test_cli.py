@@ -100,6 +100,18 @@ DAMAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("recipe", ["f32", "bf16", "native", "w8a16", "w4a16-gptq"])
+def test_weights_that_are_no_numbers(model: pathlib.Path, tmp_path: pathlib.Path, recipe: str, capsys: Capture):
+    """Refused by every recipe, whether it rounds weights or not."""
+    header, data = read_safetensors(model / "model.safetensors")
+    start = header["model.layers.0.mlp.up_proj.weight"]["data_offsets"][0] + 4
+    data = data[:start] + struct.pack("<f", float("nan")) + data[start + 4 :]
+    write_safetensors(model / "model.safetensors", header, data)
+    line = refused(capsys, "compile", model, "-o", tmp_path / "artifact", "--no-verify", "--recipe", recipe)
+    assert re.search(f"{UP} holds nan at \\[0, 1\\]; weights must be finite numbers", line), line
+    assert leftovers(tmp_path) == {"model"}
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint(model: pathlib.Path, tmp_path: pathlib.Path, damage: str, capsys: Capture):
     spoil, message = DAMAGES[damage]

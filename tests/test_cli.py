@@ -16,6 +16,7 @@ import pytest
 
 import jaxserve
 from jaxserve.cli import main
+from jaxserve.passes.recipes import RECIPES
 from tests.artifact_sample import write_sample
 from tests.models.helpers import edit_json, read_safetensors, write_safetensors
 
@@ -272,7 +273,10 @@ def test_passes(capsys: Capture):
     assert "quantize-matmul" in text and "w4a16" in text
     assert main(["passes", "insert-paged-kv"]) == 0
     assert "  page=16\n  kv=bf16  (one of f32, bf16, int8, int4, fp8)\n" in capsys.readouterr().out
-    assert "no pass 'fly'; passes: canonicalize" in refused(capsys, "passes", "fly")
+    assert main(["passes", "w4a16-gptq"]) == 0
+    assert capsys.readouterr().out == RECIPES["w4a16-gptq"].spec() + "\n"
+    line = refused(capsys, "passes", "fly")
+    assert "no pass and no recipe 'fly'; passes: canonicalize" in line and "; recipes: f32, bf16" in line
 
 
 # ---- artifacts

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, help="tokens a window (default 2048, or as many as the artifact takes)"
     )  # fmt: skip
-    parser.add_argument("--windows", type=int, default=0, help="score only the first N windows (default all)")
+    parser.add_argument("--windows", type=int, default=0, help="score only the first N windows (default 0: all)")
     parser.add_argument("--json", action="store_true", help="print perplexity, windows and tokens as JSON")
 
 
@@ -23,6 +23,8 @@ def run(options: argparse.Namespace) -> int:
     from jaxserve.serving.load import LowerLimits
     from jaxserve.serving.session import Session
 
+    if options.windows < 0:
+        raise UserError(f"--windows {options.windows} is less than 0; 0 takes all")
     report = Reporter()
     text = read_text(options.text)
     session = Session(options.artifact, LowerLimits(), report.note)

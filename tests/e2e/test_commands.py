@@ -40,6 +40,8 @@ def test_eval(stories_artifact: pathlib.Path, tmp_path: pathlib.Path, capsys: py
     found = capsys.readouterr()
     held = json.loads(found.out)["windows"]
     assert held < 99 and f"--windows 99: the text holds no more than {held} of 64 tokens" in found.err
+    assert main([*command, "--windows", "-1"]) == 2
+    assert "--windows -1 is less than 0" in capsys.readouterr().err
     assert main([*command[:3], str(tmp_path / "none.txt")]) == 2
     assert "none.txt: No such file" in capsys.readouterr().err
 

@@ -13,6 +13,8 @@ def test_ids_beyond_the_vocabulary(stories: Tokenizer):
     ids = stories.encode(text)
     assert encode_text(stories, text, max(ids) + 1) == ids
     assert encode_text(stories, "", 1) == []
+    with pytest.raises(UserError, match=f"token id {max(ids)} "):
+        encode_text(stories, text, max(ids))
     wrong = next(token for token in ids if token >= 300)
     message = (
         rf"token id {wrong} \('{stories.token_text(wrong)}'\) of the text, and the model's vocabulary has 300: take"

@@ -18,12 +18,13 @@ from jaxserve.errors import UserError
 from jaxserve.layerwise import Programs, StageRun
 from jaxserve.manifest import CalibrationRecord
 from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.config import ModelConfig
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.pipeline import Context, Pass, Stage, run_pipeline
 from jaxserve.passes.weights import Source, Watch, WeightEdit, WeightPlan
 from jaxserve.reporting import Reporter
 from jaxserve.spill import Spill
-from jaxserve.text import Tokenizer, load_tokenizer
+from jaxserve.text import Tokenizer, encode_text, load_tokenizer
 
 STEP = 512  # tokens that are run at once, if sequences are no longer
 BUILT_IN = "built-in sample"
@@ -62,14 +63,17 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         return load_tokenizer(folder)
 
 
-def read_calibration(options: CalibrationOptions, tokenizer: Tokenizer, longest: int) -> CalibrationText:
+def read_calibration(options: CalibrationOptions, tokenizer: Tokenizer, config: ModelConfig) -> CalibrationText:
     """The text, tokenized whole and without BOS, in rows; what is left over at its end is not used.
 
     The built-in sample gives as many rows as it holds. Raises UserError for rows that are longer than the model's
-    `longest` sequence; for a file that cannot be read, is not UTF-8 or is too short, with the tokens that it has.
+    longest sequence, and tokens that it does not know; for a file that cannot be read, is not UTF-8 or is too short,
+    with the tokens that it has.
     """
-    if options.length > longest:
-        raise UserError(f"--calibration-length {options.length} is more than {longest}, the model's own limit")
+    if options.length > config.max_positions:
+        raise UserError(
+            f"--calibration-length {options.length} is more than {config.max_positions}, the model's own limit"
+        )
     if options.text is None:
         data, name = (importlib.resources.files("jaxserve") / "data" / "calibration.txt").read_bytes(), BUILT_IN
     else:
@@ -78,7 +82,7 @@ def read_calibration(options: CalibrationOptions, tokenizer: Tokenizer, longest:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"--calibration {options.text} is not UTF-8 at byte {error.start}") from None
-    ids = np.asarray(tokenizer.encode(text), np.int32)
+    ids = np.asarray(encode_text(tokenizer, text, config.vocab), np.int32)
     rows = min(options.sequences, len(ids) // options.length)
     if rows < (1 if options.text is None else options.sequences):
         raise UserError(

@@ -74,7 +74,7 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
         plan = make_plan(options, checkpoint, min(checkpoint.config.vocab, tokenizer.vocab_size))
         _need_paged_kv(plan.passes)
         result = _run_reference(plan, options, report, writer)
-        text = calibration_text(options.calibration, result, tokenizer, checkpoint.config.max_positions)
+        text = calibration_text(options.calibration, result, tokenizer, checkpoint.config)
         if options.verify:
             with report.stage("verify", "two-layer model through the paged cache") as stage:
                 stage.done(f"logits moved by {check_shrunk(plan.checkpoint.config, plan.passes):.1e}")

@@ -32,7 +32,7 @@ from jaxserve.serving.request import GenerationRequest, SamplingParams
 from jaxserve.serving.session import Session, check_same_tokens
 from jaxserve.serving.speculation import expected_tokens
 from jaxserve.student import Batch, Fixed, Params, State, Student, make_agreement, make_step
-from jaxserve.text import Tokenizer
+from jaxserve.text import Tokenizer, encode_text
 
 HELD_OUT = 8  # each 8th row of a kind is only looked at for the report
 TRAINING = "training"  # the folder of what is needed to resume, inside the draft's, until it is done
@@ -180,7 +180,7 @@ def _make_rows(options: DistillOptions, checkpoint: Checkpoint, report: Reporter
         raise UserError("say what to train on: either --text FILE or --prompts FILE")
     tokenizer = open_tokenizer(checkpoint)
     if options.text is not None:
-        rows = text_rows(tokenizer, read_text(options.text), options.length)
+        rows = text_rows(tokenizer, checkpoint.config.vocab, read_text(options.text), options.length)
     else:
         rows = _answer_rows(options, tokenizer, report)
     if not rows.kinds or rows.held_out().all():
@@ -188,9 +188,10 @@ def _make_rows(options: DistillOptions, checkpoint: Checkpoint, report: Reporter
     return rows
 
 
-def text_rows(tokenizer: Tokenizer, text: str, length: int) -> Rows:
-    """A text, tokenized whole, in rows of `length`; of all their positions the next token is wanted."""
-    ids = np.asarray(tokenizer.encode(text), np.int32)
+def text_rows(tokenizer: Tokenizer, vocab: int, text: str, length: int) -> Rows:
+    """A text, tokenized whole, in rows of `length`; of all their positions the next token is wanted.
+    UserError for tokens beyond the model's `vocab`."""
+    ids = np.asarray(encode_text(tokenizer, text, vocab), np.int32)
     count = len(ids) // length
     return Rows(ids[: count * length].reshape(count, length), np.ones((count, length), bool), ("text",) * count)
 

@@ -14,7 +14,9 @@ from jaxserve.errors import UserError
 from jaxserve.reporting import Reporter
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.request import GenerationRequest, SamplingParams
-from jaxserve.text import Tokenizer
+from jaxserve.text import Tokenizer, encode_text
+
+DEFAULT_CONTEXT = 2048  # tokens a window, where the model takes as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +38,19 @@ def perplexity_of(mean: float) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-def text_windows(tokenizer: Tokenizer, text: str, context: int, limit: int) -> list[tuple[int, ...]]:
-    """The first `limit` whole windows of a text (0: all of them). UserError when there is not one."""
-    ids = tokenizer.encode(text)
+def text_windows(
+    tokenizer: Tokenizer, vocab: int, text: str, context: int, limit: int, report: Reporter
+) -> list[tuple[int, ...]]:
+    """The first `limit` whole windows of a text (0: all of them) for a model that knows `vocab` tokens; says when the
+    text holds fewer. UserError when it does not hold one, or tokens that the model does not know."""
+    ids = encode_text(tokenizer, text, vocab)
     first = tokenizer.encode_prompt("")  # BOS, if the tokenizer adds one
     size = context - len(first)
     windows = [(*first, *ids[start : start + size]) for start in range(0, len(ids) - size + 1, size)]
     if not windows:
         raise UserError(f"the text has {len(ids)} tokens, less than one window of --context {context}")
+    if len(windows) < limit:
+        report.note(f"--windows {limit}: the text holds no more than {len(windows)} of {context} tokens")
     return windows[:limit] if limit else windows
 
 

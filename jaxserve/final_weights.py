@@ -22,6 +22,7 @@ from jaxserve.calibration import (
 from jaxserve.error_meter import ErrorMeter, OutputError
 from jaxserve.errors import UserError
 from jaxserve.manifest import ArraySpec, CalibrationRecord
+from jaxserve.models.config import ModelConfig
 from jaxserve.passes.pipeline import PipelineResult
 from jaxserve.plan import Plan
 from jaxserve.reporting import Reporter
@@ -52,11 +53,11 @@ def check_calibration(asked: CalibrationOptions | None, result: PipelineResult) 
 
 
 def calibration_text(
-    asked: CalibrationOptions | None, result: PipelineResult, tokenizer: Tokenizer, longest: int
+    asked: CalibrationOptions | None, result: PipelineResult, tokenizer: Tokenizer, config: ModelConfig
 ) -> CalibrationText | None:
     """The text that the pipeline is calibrated on, None for one that needs none; UserError when it will not do."""
     check_calibration(asked, result)
-    return read_calibration(asked or CalibrationOptions(), tokenizer, longest) if is_calibrated(result.stages) else None
+    return read_calibration(asked or CalibrationOptions(), tokenizer, config) if is_calibrated(result.stages) else None
 
 
 def write_weights(

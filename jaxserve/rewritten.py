@@ -72,8 +72,8 @@ def rewritten_model(
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
         weights = Weights(checkpoint, result.edits)
         if is_calibrated(result.stages):
-            longest = checkpoint.config.max_positions
-            text = read_calibration(calibration or CalibrationOptions(), open_tokenizer(checkpoint), longest)
+            tokenizer, asked = open_tokenizer(checkpoint), calibration or CalibrationOptions()
+            text = read_calibration(asked, tokenizer, checkpoint.config)
             weights = calibrate(trace, steps, checkpoint, text.ids, pathlib.Path(folder), report)
         arrays = weights.plan.materialize(result.graph, weights.source)
         params = {path: jnp.array(value) for path, value in arrays}

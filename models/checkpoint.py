@@ -14,6 +14,7 @@ import numpy as np
 from jaxserve.models.config import Fields, ModelConfig
 from jaxserve.models.errors import CheckpointError
 from jaxserve.models.family import Source, Sources, param_specs
+from jaxserve.models.finite import first_not_finite
 from jaxserve.models.registry import make_module
 from jaxserve.models.store import StoredTensor, TensorStore
 from jaxserve.pallas_kernels import QuantFormat, QuantizedTensor
@@ -144,10 +145,11 @@ class Checkpoint(abc.ABC):
         """One parameter: float32 if it is stored quantized, else float32, float16 or bfloat16 as stored.
 
         Read from the file at every call, so keep no more of them than you need. KeyError for a path that is not in
-        `specs()`; CheckpointError if the file has changed since it was opened.
+        `specs()`; CheckpointError if the file has changed since it was opened, or the tensor holds a NaN or infinity.
         """
         source = self._sources[path]
         array = self._store.read(source.name)
+        self._check_finite(source.name, array)
         order = source.row_order(array.shape)
         return array if order is None else array[order]
 
@@ -160,10 +162,22 @@ class Checkpoint(abc.ABC):
         """
         source = self._sources[path]
         tensor = self._store.read_native(source.name)
+        if isinstance(tensor, QuantizedTensor):
+            for field, array in tensor.arrays.items():
+                self._check_finite(source.name, array, f" of its {field}")
+        else:
+            self._check_finite(source.name, tensor)
         order = source.row_order(tensor.shape)
         if order is None:
             return tensor
         return tensor.take_rows(order) if isinstance(tensor, QuantizedTensor) else tensor[order]
+
+    def _check_finite(self, name: str, array: np.ndarray, where: str = "") -> None:
+        if (place := first_not_finite(array)) is not None:
+            raise CheckpointError(
+                f"{self._store.tensors[name].file}: tensor '{name}' holds {array[place]} at {list(place)}{where}; "
+                "weights must be finite numbers"
+            )
 
     @abc.abstractmethod
     def write_tokenizer(self, folder: Path) -> None:

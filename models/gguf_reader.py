@@ -38,6 +38,7 @@ class GGUFStore:
             tensor.name: _describe(tensor, path) for tensor in self.header.tensors.values()
         }
 
+    @np.errstate(over="ignore", invalid="ignore")  # `Checkpoint` refuses what is not finite, by name
     def read(self, name: str) -> np.ndarray:
         """The tensor in its stored float dtype, or dequantized to float32."""
         tensor = self.header.tensors[name]
@@ -45,6 +46,7 @@ class GGUFStore:
             return read_array(self._file, tensor.start, _FLOATS[tensor.type], tensor.shape)
         return dequantize(self._bytes(tensor), tensor.type)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def read_native(self, name: str) -> QuantizedTensor | np.ndarray:
         """The blocks of a quantized matrix, bit for bit, where a format holds them; anything else as `read`."""
         tensor, spec = self.header.tensors[name], self.tensors[name]

@@ -12,6 +12,7 @@ from jaxserve import layerwise
 from jaxserve._compat import Var, vars_of
 from jaxserve.calibration import CalibrationOptions, is_calibrated, read_calibration
 from jaxserve.errors import UserError
+from jaxserve.models.config import ModelConfig
 from jaxserve.passes.graph import Graph, Output
 from jaxserve.passes.match import Match
 from jaxserve.passes.pipeline import Context, PassResult, run_pipeline
@@ -302,9 +303,25 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def token_text(self, token: int) -> str:
+        return f"the byte {token}"
 
-def read(options: CalibrationOptions):
-    return read_calibration(options, Letters(), 1000)  # pyright: ignore[reportArgumentType]
+
+CONFIG = dataclasses.replace(tiny(), max_positions=1000, vocab=256)
+
+
+def read(options: CalibrationOptions, config: ModelConfig = CONFIG):
+    return read_calibration(options, Letters(), config)  # pyright: ignore[reportArgumentType]
+
+
+def test_texts_of_another_vocabulary(tmp_path: pathlib.Path):
+    file = tmp_path / "text.txt"
+    file.write_text("abc\u00fc")
+    with pytest.raises(
+        UserError, match=r"token id 195 \('the byte 195'\) of the text, .* vocabulary has 128: take the"
+    ):
+        read(CalibrationOptions(file, sequences=1, length=2), dataclasses.replace(CONFIG, vocab=128))
+    assert read(CalibrationOptions(file, sequences=1, length=2), dataclasses.replace(CONFIG, vocab=196)).ids.size == 2
 
 
 def test_a_file_is_cut_into_rows(tmp_path: pathlib.Path):

@@ -16,6 +16,7 @@ import pytest
 
 import jaxserve
 from jaxserve.cli import main
+from jaxserve.passes.recipes import RECIPES
 from tests.artifact_sample import write_sample
 from tests.models.helpers import edit_json, read_safetensors, write_safetensors
 
@@ -98,6 +99,18 @@ DAMAGES = {
         r"/model: tokenizer\.json: not a tokenizer\.json",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["f32", "bf16", "native", "w8a16", "w4a16-gptq"])
+def test_weights_that_are_no_numbers(model: pathlib.Path, tmp_path: pathlib.Path, recipe: str, capsys: Capture):
+    """Refused by every recipe, whether it rounds weights or not."""
+    header, data = read_safetensors(model / "model.safetensors")
+    start = header["model.layers.0.mlp.up_proj.weight"]["data_offsets"][0] + 4
+    data = data[:start] + struct.pack("<f", float("nan")) + data[start + 4 :]
+    write_safetensors(model / "model.safetensors", header, data)
+    line = refused(capsys, "compile", model, "-o", tmp_path / "artifact", "--no-verify", "--recipe", recipe)
+    assert re.search(f"{UP} holds nan at \\[0, 1\\]; weights must be finite numbers", line), line
+    assert leftovers(tmp_path) == {"model"}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -260,7 +273,10 @@ def test_passes(capsys: Capture):
     assert "quantize-matmul" in text and "w4a16" in text
     assert main(["passes", "insert-paged-kv"]) == 0
     assert "  page=16\n  kv=bf16  (one of f32, bf16, int8, int4, fp8)\n" in capsys.readouterr().out
-    assert "no pass 'fly'; passes: canonicalize" in refused(capsys, "passes", "fly")
+    assert main(["passes", "w4a16-gptq"]) == 0
+    assert capsys.readouterr().out == RECIPES["w4a16-gptq"].spec() + "\n"
+    line = refused(capsys, "passes", "fly")
+    assert "no pass and no recipe 'fly'; passes: canonicalize" in line and "; recipes: f32, bf16" in line
 
 
 # ---- artifacts

@@ -7,16 +7,21 @@ import typing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="a pass, to read all about it")
+    parser.add_argument("name", nargs="?", help="a pass, to read all about it, or a recipe, for its pipeline")
 
 
 def run(options: argparse.Namespace) -> int:
     from jaxserve.errors import UserError
     from jaxserve.passes.recipes import PASSES, RECIPES
 
+    if options.name in RECIPES:
+        print(RECIPES[options.name].spec())
+        return 0
     if options.name:
         if options.name not in PASSES:
-            raise UserError(f"no pass {options.name!r}; passes: {', '.join(PASSES)}")
+            raise UserError(
+                f"no pass and no recipe {options.name!r}; passes: {', '.join(PASSES)}; recipes: {', '.join(RECIPES)}"
+            )
         cls = PASSES[options.name]
         fields = [f"  {_describe(field)}" for field in dataclasses.fields(cls)]
         print("\n".join([cls.name, "", inspection.getdoc(cls) or "", "", "options:", *(fields or ["  none"])]))

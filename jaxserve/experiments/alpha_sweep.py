@@ -38,7 +38,7 @@ def chart(scores: Sequence[Score], title: str) -> str:
 
 def run(settings: Settings) -> None:
     """The command."""
-    ((_, passes),) = pipelines.named_pipelines([PIPELINE.value], common.ACTIVATIONS.value or "").items()
+    passes = pipelines.one_pipeline(PIPELINE.value, common.ACTIVATIONS.value or "")
     tried = {"none": tuple(step for step in passes if not isinstance(step, FoldScales))}
     tried |= {alpha: with_alpha(passes, alpha) for alpha in ALPHAS.value}
     windows = Windows.from_flags(settings)

@@ -72,11 +72,11 @@ def write_outputs(data: Mapping[str, Any], chart: str) -> None:
         write_chart(pathlib.Path(PLOT.value), chart)
 
 
-def _check_flags(known: Sequence[str]) -> None:
+def _check_flags(known: Sequence[str], idle: Sequence[str]) -> None:
     for module, defined in flags.FLAGS.flags_by_module_dict().items():
-        if module.startswith("jaxserve.experiments.") and module not in known:
+        if module.startswith("jaxserve.experiments."):
             for flag in defined:
-                if flag.present:
+                if flag.present and (module not in known or flag.name in idle):
                     raise UserError(f"--{flag.name} is not a flag of this experiment; --help lists them")
 
 
@@ -89,22 +89,23 @@ def _check_outputs() -> None:
         raise UserError(f"--plot {PLOT.value}: charts are written as .svg")
 
 
-def run_main(experiment: Callable[[Settings], None], *modules: ModuleType) -> None:
+def run_main(experiment: Callable[[Settings], None], *modules: ModuleType, idle: Sequence[str] = ()) -> None:
     """The end of an experiment's module: reads flags and runs `experiment(settings)`.
 
-    Its flags are its own and those of this module and of `modules`; --help shows them, and others that happen to be
-    defined are refused. A UserError is one line and exit code 2.
+    Its flags are its own and those of this module and of `modules`, without those that `idle` names; --help shows them,
+    and others that happen to be defined are refused. A UserError is one line and exit code 2.
     """
     known = (sys.modules[__name__], *modules)
     for module in known:
         for flag in flags.FLAGS.get_key_flags_for_module(module):
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+            if flag.name not in idle:
+                flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
     def main(arguments: Sequence[str]) -> int:
         try:
             if len(arguments) > 1:
                 raise UserError(f"unexpected argument {arguments[1]!r}: everything is a --flag=value")
-            _check_flags([module.__name__ for module in known])
+            _check_flags([module.__name__ for module in known], idle)
             _check_outputs()
             experiment(Settings.from_flags())
         except UserError as error:

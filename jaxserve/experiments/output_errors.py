@@ -102,7 +102,7 @@ def _parts(model: Rewritten, weights: Mapping[str, np.ndarray]) -> dict[str, dic
 
 def output_errors(passes: Sequence[Pass], original: Original, settings: Settings) -> dict[str, float]:
     """The relative output error of every projection by the path of its weight in the checkpoint."""
-    scales: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    scales = {path: tuple(map(np.ones, weight.shape)) for path, weight in original.weights.items()}
 
     def see(path: str, weight: np.ndarray, gram: np.ndarray | None) -> None:
         scales[path] = scaling(original.weights[path], weight)
@@ -110,7 +110,9 @@ def output_errors(passes: Sequence[Pass], original: Original, settings: Settings
     # Weights are wanted one by one, and row after row.
     passes = [step for step in passes if not isinstance(step, StackLayers | ChooseLayout)]
     place = next((i for i, step in enumerate(passes) if step.name in AFTER_FOLDING), len(passes))
-    model = _build([*passes[:place], Probe(see), *passes[place:]], settings)
+    folded = any(step.name not in LAYOUT for step in passes[:place])
+    # A probe would make `native` forget the stored form of what it looks at; folds have done so already.
+    model = _build([*passes[:place], *([Probe(see)] if folded else []), *passes[place:]], settings)
     errors = {}
     for path, weight in final_weights(model).items():
         outputs, inputs = scales[path]

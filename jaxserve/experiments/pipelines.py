@@ -8,7 +8,7 @@ from absl import flags
 from jaxserve.errors import UserError
 from jaxserve.experiments import common
 from jaxserve.passes.pipeline import Pass
-from jaxserve.passes.recipes import RECIPES, find_recipe, parse_spec
+from jaxserve.passes.recipes import PASSES, RECIPES, find_recipe, parse_spec
 
 PIPELINES = flags.DEFINE_multi_string(
     "recipes", None, "names separated by commas, or LABEL:PIPELINE, or a pipeline; may be repeated"
@@ -20,26 +20,43 @@ def chosen_pipelines(default: str) -> dict[str, tuple[Pass, ...]]:
     return named_pipelines(PIPELINES.value or [default], common.ACTIVATIONS.value or "")
 
 
-def named_pipelines(values: Sequence[str], activations: str = "") -> dict[str, tuple[Pass, ...]]:
+def one_pipeline(value: str, activations: str = "", flag: str = "--pipeline") -> tuple[Pass, ...]:
+    """The pipeline that a flag names; UserError for what is none, or several."""
+    found = named_pipelines([value], activations, flag)
+    if len(found) > 1:
+        raise UserError(f"{flag} {value}: one recipe or pipeline is wanted, not {len(found)}")
+    return next(iter(found.values()))
+
+
+def named_pipelines(
+    values: Sequence[str], activations: str = "", flag: str = "--recipes"
+) -> dict[str, tuple[Pass, ...]]:
     """Pipelines by label; UserError for what is neither a recipe nor a pipeline, or a label that is given twice."""
     found: dict[str, tuple[Pass, ...]] = {}
     for value in values:
         if not value.strip():
-            raise UserError("--recipes is empty: name recipes, or leave it out")
-        for label, spec in _labelled(value, activations):
+            raise UserError(f"{flag} is empty: name recipes, or leave it out")
+        for label, spec in _labelled(value, activations, flag):
             if label in found:
-                raise UserError(f"--recipes: {label!r} is given twice; write LABEL:PIPELINE to tell them apart")
+                raise UserError(f"{flag}: {label!r} is given twice; write LABEL:PIPELINE to tell them apart")
             try:
                 found[label] = parse_spec(spec)
             except UserError as error:
-                raise UserError(f"pipeline {value!r}: {error}; recipes: {', '.join(RECIPES)}") from None
+                raise UserError(f"{flag} {value}: {error}") from None
     return found
 
 
-def _labelled(value: str, activations: str) -> list[tuple[str, str]]:
+def _labelled(value: str, activations: str, flag: str) -> list[tuple[str, str]]:
+    """(label, pipeline) of each name, if names of recipes are what is meant: something is one, or nothing is a pass."""
     names = [name.strip() for name in value.split(",") if name.strip()]
-    if names and all(name in RECIPES for name in names):
+    unknown = [name for name in names if name not in RECIPES]
+    if not unknown:
         return [(name, recipe_spec(name, activations)) for name in names]
+    if len(unknown) < len(names) or not PASSES.keys() & set(re.findall(r"[\w-]+", value)):
+        raise UserError(
+            f"{flag} {value}: {unknown[0]!r} is no recipe; recipes: {', '.join(RECIPES)}. A pipeline of your own goes "
+            f"into a {flag} of its own; `jaxserve passes` lists the passes"
+        )
     label = re.match(r"([\w.+-]+):", value)
     return [(label[1], value[label.end() :])] if label else [(value, value)]
 

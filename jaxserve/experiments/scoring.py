@@ -19,7 +19,7 @@ from absl import flags
 from jaxserve.calibration import open_tokenizer
 from jaxserve.charts import bar_chart
 from jaxserve.errors import UserError
-from jaxserve.evaluate import perplexity_of, read_text, text_windows
+from jaxserve.evaluate import DEFAULT_CONTEXT, perplexity_of, read_text, text_windows
 from jaxserve.experiments import common
 from jaxserve.experiments.common import Settings
 from jaxserve.models.resolve import resolve
@@ -28,7 +28,9 @@ from jaxserve.reporting import Reporter, print_table
 from jaxserve.rewritten import Rewritten, rewritten_model
 
 TEXT = flags.DEFINE_string("text", None, "UTF-8 text to measure on, used as it is")
-CONTEXT = flags.DEFINE_integer("context", 2048, "tokens a window of it", lower_bound=2)
+CONTEXT = flags.DEFINE_integer(
+    "context", None, f"tokens a window of it (default {DEFAULT_CONTEXT}, or as many as the model takes)", lower_bound=2
+)
 WINDOWS = flags.DEFINE_integer("windows", 8, "score only the first N windows; 0 means all", lower_bound=0)
 
 
@@ -42,13 +44,18 @@ class Windows:
 
     @staticmethod
     def from_flags(settings: Settings) -> "Windows":
-        """The windows of --text; UserError when it is not given or too short."""
+        """The windows of --text; UserError when it is not given or too short, or --context too long."""
         if not TEXT.value:
             raise UserError("--text: say which UTF-8 text to measure on")
         path = pathlib.Path(TEXT.value)
-        tokenizer = open_tokenizer(resolve(settings.model))
-        found = text_windows(tokenizer, read_text(path), CONTEXT.value, WINDOWS.value)
-        return Windows(path.name, CONTEXT.value, tuple(found))
+        checkpoint = resolve(settings.model)
+        longest, vocab = checkpoint.config.max_positions, checkpoint.config.vocab
+        context = CONTEXT.value or min(DEFAULT_CONTEXT, longest)
+        if context > longest:
+            raise UserError(f"--context {context} is more than {longest}, the model's own limit")
+        tokenizer = open_tokenizer(checkpoint)
+        found = text_windows(tokenizer, vocab, read_text(path), context, WINDOWS.value, Reporter())
+        return Windows(path.name, context, tuple(found))
 
     def to_json(self) -> dict[str, Any]:
         """What must agree for two runs to be compared; other tools leave out the hash of the ids."""

@@ -162,4 +162,4 @@ def deliver(
 
 
 if __name__ == "__main__":
-    common.run_main(run)
+    common.run_main(run, idle=("model", "calibration", "calibration_sequences", "calibration_length", "activations"))

@@ -8,7 +8,7 @@ from jaxserve.text.chat import ChatTemplate, ChatTemplateError
 from jaxserve.text.files import copy_tokenizer_files, has_tokenizer, load_tokenizer, save_tokenizer
 from jaxserve.text.gguf import gguf_tokenizer
 from jaxserve.text.stream import StopScanner, StreamDecoder
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer, encode_text
 
 __all__ = [
     "ChatTemplate",
@@ -17,6 +17,7 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "copy_tokenizer_files",
+    "encode_text",
     "gguf_tokenizer",
     "has_tokenizer",
     "load_tokenizer",

@@ -5,6 +5,7 @@ import functools
 import pathlib
 import typing
 
+from jaxserve.errors import UserError
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.pieces import LeadingSpace, TokenBytes
 from jaxserve.text.stream import StreamDecoder
@@ -118,6 +119,21 @@ class Tokenizer:
     @functools.cached_property
     def _text_bytes(self) -> TokenBytes:
         return TokenBytes(self.backend.token_bytes, self.vocab_size, self.special_ids)
+
+
+def encode_text(tokenizer: Tokenizer, text: str, vocab: int) -> list[int]:
+    """Ids of a text for a model that knows `vocab` of them; UserError when the tokenizer gives others.
+
+    A model has no embedding of such an id, and a lookup beyond the table gives numbers of no meaning.
+    """
+    ids = tokenizer.encode(text)
+    if ids and max(ids) >= vocab:
+        wrong = next(token for token in ids if token >= vocab)
+        raise UserError(
+            f"the tokenizer makes token id {wrong} ({tokenizer.token_text(wrong)!r:.80}) of the text, and the model's "
+            f"vocabulary has {vocab}: take the tokenizer that the model came with, or a text without such tokens"
+        )
+    return ids
 
 
 def _well_formed(text: str) -> str:

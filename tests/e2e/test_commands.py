@@ -34,6 +34,14 @@ def test_eval(stories_artifact: pathlib.Path, tmp_path: pathlib.Path, capsys: py
     assert (found["windows"], found["tokens"]) == (2, 126) and 1 < found["perplexity"] < 20
     assert main([*command[:-1], "513"]) == 2
     assert "compile it again with a larger --max-model-len" in capsys.readouterr().err
+    assert main([*command[:4], "--windows", "9", "--json"]) == 2
+    assert "less than one window of --context 512" in capsys.readouterr().err
+    assert main([*command, "--windows", "99", "--json"]) == 0
+    found = capsys.readouterr()
+    held = json.loads(found.out)["windows"]
+    assert held < 99 and f"--windows 99: the text holds no more than {held} of 64 tokens" in found.err
+    assert main([*command, "--windows", "-1"]) == 2
+    assert "--windows -1 is less than 0" in capsys.readouterr().err
     assert main([*command[:3], str(tmp_path / "none.txt")]) == 2
     assert "none.txt: No such file" in capsys.readouterr().err
 

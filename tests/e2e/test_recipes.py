@@ -210,7 +210,7 @@ def perplexity(engine: Any, session: Session, text: str) -> float:
     from jaxserve.evaluate import measure_perplexity, text_windows
     from jaxserve.reporting import Reporter
 
-    windows = text_windows(session.tokenizer, text, 512, 4)
+    windows = text_windows(session.tokenizer, session.limits.vocab_size, text, 512, 4, Reporter(quiet=True))
     return measure_perplexity(engine, windows, Reporter(quiet=True)).perplexity
 
 

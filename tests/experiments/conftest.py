@@ -29,7 +29,7 @@ def one_layer(shared: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def parse(one_layer: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[Callable[..., Settings]]:
-    """parse(name=value, ...) sets flags on top of those of a small run, and gives the settings."""
+    """parse(name=value, ...) sets flags on top of those of a small run (`...`: not given), and gives the settings."""
     text = tmp_path / "story.txt"
     text.write_text(TEXT * 12)
     small = {
@@ -46,6 +46,7 @@ def parse(one_layer: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[Callable[
         def parse(**given: object) -> Settings:
             stack.close()
             both = {name: value for name, value in {**small, **given}.items() if name in given or name in flags.FLAGS}
+            both = {name: value for name, value in both.items() if value is not ...}
             words = {name: value if isinstance(value, list) else str(value) for name, value in both.items()}
             stack.enter_context(flagsaver.as_parsed(**words))
             flags.FLAGS.mark_as_parsed()

@@ -24,6 +24,11 @@ def test_help_lists_every_flag_of_the_experiment_and_no_other():
     [
         ("alpha_sweep", ["--recipes=f32"], "alpha_sweep: --recipes is not a flag of this experiment"),
         (
+            "speculation",
+            ["--artifact=a", "--questions=q", "--model=m"],
+            "speculation: --model is not a flag of this experiment",
+        ),
+        (
             "layer_error",
             ["--json=/no/such/folder/a.json"],
             "layer_error: --json /no/such/folder/a.json: there is no such",

@@ -1,6 +1,7 @@
 """Layer errors against outputs that are really computed, and scales found again and folded back."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from jaxserve.experiments.common import Settings
 from jaxserve.experiments.output_errors import original_model, output_errors, relative_error, scaling
 from jaxserve.models.resolve import resolve
 from jaxserve.pallas_kernels import quantize_rtn
-from jaxserve.passes.recipes import parse_spec
+from jaxserve.passes.recipes import find_recipe, parse_spec
 from jaxserve.passes.rules import parse_scheme
+from tests.models.test_quantized import FIXTURES
 
 LAYOUT = "canonicalize,lower-dense-matmul,fuse-qkv,fuse-gate-up"
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -86,6 +88,16 @@ def test_nothing_done_is_no_error_and_more_bits_less(parse):
     assert all(set(map(layer_error.kind_of, found)) == set(KINDS) for found in errors.values())
     for path, error in errors["nothing"].items():
         assert error == 0 < errors["w8a16"][path] < 0.03 < 0.1 < errors["pruned"][path] < 0.9
+
+
+def test_blocks_that_are_kept_are_no_error(parse, shared, tmp_path):
+    """Looking at weights on the way must not make the pipeline forget in which form the checkpoint has them."""
+    model = tmp_path / "gptq"
+    model.mkdir()
+    for file in (*(FIXTURES / "gptq").iterdir(), *(shared / "fixtures" / "stories260K").glob("tokenizer*")):
+        shutil.copyfile(file, model / file.name)
+    errors = layer_error.measure({"native": parse_spec(find_recipe("native").spec(loops=False))}, parse(model=model))
+    assert set(errors["native"].values()) == {0.0}
 
 
 def test_folded_scales_are_folded_back(parse):

@@ -12,7 +12,7 @@ from jaxserve.errors import UserError
 from jaxserve.evaluate import Perplexity
 from jaxserve.experiments import perplexity
 from jaxserve.experiments.common import write_json
-from jaxserve.experiments.pipelines import named_pipelines
+from jaxserve.experiments.pipelines import named_pipelines, one_pipeline
 from jaxserve.experiments.scoring import Score, Windows, deliver, paired, window_nll
 from jaxserve.passes.recipes import parse_spec
 
@@ -50,7 +50,10 @@ def test_pipelines_by_name_label_and_text():
     ("values", "message"),
     [
         (["f32,f32"], "'f32' is given twice"),
-        (["f32,w3"], r"pipeline 'f32,w3': .*unknown pass 'f32'.*recipes: f32"),
+        (["f32,w3"], r"--recipes f32,w3: 'w3' is no recipe; recipes: f32, bf16, .*`jaxserve passes`"),
+        (["w3"], "'w3' is no recipe"),
+        (["f32,canonicalize"], r"'canonicalize' is no recipe.*A pipeline of your own goes into a --recipes of its"),
+        (["canonicalize,f33"], "--recipes canonicalize,f33: pipeline spec: unknown pass 'f33'; known: canonicalize"),
         (["a:canonicalize,quantize-matmul{rules=x}"], "is not REGEX=SCHEME"),
         ([":canonicalize"], "expected a pass name"),
         ([" "], "--recipes is empty"),
@@ -148,10 +151,31 @@ def test_a_perplexity_that_no_float_holds():
     assert Perplexity.of(10.0, 1, 10).perplexity == math.e
 
 
+def test_one_pipeline():
+    assert one_pipeline("f32") == named_pipelines(["f32"])["f32"]
+    with pytest.raises(UserError, match=r"--pipeline f32,bf16: one recipe or pipeline is wanted, not 2"):
+        one_pipeline("f32,bf16")
+
+
+def test_fewer_windows_than_asked_for_are_told(parse, capsys):
+    held = len(Windows.from_flags(parse(windows=1000)).ids)
+    assert held < 1000
+    assert f"--windows 1000: the text holds no more than {held} of 64 tokens\n" in capsys.readouterr().err
+    Windows.from_flags(parse(windows=held))
+    Windows.from_flags(parse(windows=0))
+    assert not capsys.readouterr().err
+
+
+def test_windows_are_no_longer_than_the_model_takes(parse):
+    assert Windows.from_flags(parse(context=..., text=__file__)).context == 512
+    with pytest.raises(UserError, match=r"--context 513 is more than 512, the model's own limit"):
+        Windows.from_flags(parse(context=513))
+
+
 def test_a_text_is_needed(parse):
     settings = parse(text="")
     with pytest.raises(UserError, match="--text: say which"):
         Windows.from_flags(settings)
-    settings = parse(context=100_000)
+    settings = parse(context=512)
     with pytest.raises(UserError, match="less than one window"):
         Windows.from_flags(settings)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.models.errors import CheckpointError
+from jaxserve.models.finite import first_not_finite
 from jaxserve.models.gguf_blocks import KEPT, unpack_blocks
 from jaxserve.models.gguf_reader import GGUFCheckpoint, GGUFStore
 from jaxserve.models.safetensors_reader import HFCheckpoint
@@ -83,6 +84,30 @@ def test_every_type_reads_as_the_package_dequantizes_it(tmp_path, name):
         assert native.format == NATIVE[name]
         np.testing.assert_array_equal(native.dequantize().view(np.uint32), expected.view(np.uint32))
     np.testing.assert_array_equal(store.read("pad.weight"), np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("name", [*NATIVE, *ROUNDED])
+def test_blocks_that_are_not_finite_are_read_without_a_warning(tmp_path, name):
+    """They are refused by name afterwards, as in every checkpoint."""
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = random_blocks(kind, 6, 512)
+    places = HALVES.get(name, (0,))
+    for place in places:
+        blocks[2, place : place + 2] = 0x00, 0x7C  # an infinite scale, times codes and factors of which some are 0
+    if not places:
+        blocks[2] = 0xFF
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("w.weight", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    store = GGUFStore(tmp_path / "t.gguf")
+    native = store.read_native("w.weight")
+    scale = native.arrays["scale"] if isinstance(native, QuantizedTensor) else native
+    for array in (store.read("w.weight"), scale):
+        place = first_not_finite(array)
+        assert place is not None and place[0] == 2
 
 
 def test_types_as_llama_cpp_quantizes_and_dequantizes_them():

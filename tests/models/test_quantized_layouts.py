@@ -28,6 +28,7 @@ def load(folder: pathlib.Path) -> Tensors:
     header, data = read_safetensors(folder / "model.safetensors")
     header.pop("__metadata__", None)
     kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I8": np.int8, "I32": np.int32, "I64": np.int64}
+    kinds["F8_E4M3"] = np.uint8
     return {
         name: np.frombuffer(data[slice(*entry["data_offsets"])], kinds[entry["dtype"]]).reshape(entry["shape"]).copy()
         for name, entry in header.items()
@@ -36,6 +37,7 @@ def load(folder: pathlib.Path) -> Tensors:
 
 def save(folder: pathlib.Path, tensors: Tensors) -> None:
     names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int8": "I8", "int32": "I32", "int64": "I64"}
+    names["uint8"] = "F8_E4M3"
     header, data = {}, b""
     for name, array in tensors.items():
         blob = np.ascontiguousarray(array).tobytes()
@@ -285,6 +287,8 @@ DAMAGED_VALUES = [
     ),
     ("awq_gptqmodel", put("qzeros", lambda a: a + 1), rf"'{NAME}\.qzeros' holds other zero points than 8"),
     ("gptq", put("qzeros", lambda a: a * 0 - 1), rf"'{NAME}\.qzeros' holds a zero point of 0, which the tools read in"),
+    ("gptq", put("scales", lambda a: a * np.float16(np.inf)), rf"'{NAME}\.weight' holds inf at \[0, 0\] of its scale;"),
+    ("ct_fp8", put("weight", lambda a: a | 0x7F), rf"'{NAME}\.weight' holds nan at .* of its codes;"),
 ]
 
 

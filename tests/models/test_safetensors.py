@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.models.errors import CheckpointError
+from jaxserve.models.finite import BLOCK, first_not_finite
 from jaxserve.models.safetensors_reader import HFCheckpoint
 from tests.models.helpers import copy_fixture, edit_json, read_safetensors, write_safetensors
 
@@ -48,6 +49,35 @@ def test_narrow_dtypes_are_kept(folder, dtype, label):
     checkpoint = HFCheckpoint(folder)
     assert checkpoint.specs()[Q_PATH].dtype == np.dtype(dtype).name
     np.testing.assert_array_equal(checkpoint.read(Q_PATH), original.astype(dtype))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused(folder, value):
+    header, data = read_safetensors(folder / "model.safetensors")
+    start = header[Q]["data_offsets"][0] + 4 * (64 * 63 + 5)
+    write_safetensors(
+        folder / "model.safetensors", header, data[:start] + np.float32(value).tobytes() + data[start + 4 :]
+    )
+    checkpoint = HFCheckpoint(folder)
+    for read in (checkpoint.read, checkpoint.read_native):
+        with pytest.raises(CheckpointError, match=rf"'{Q}' holds {value} at \[63, 5\]; weights must be finite numbers"):
+            read(Q_PATH)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8])
+def test_the_first_number_that_is_not_finite(dtype):
+    """In whatever block it lies; the largest numbers of a type are finite, and whole numbers always are."""
+    largest = np.iinfo(dtype).max if dtype is np.int8 else ml_dtypes.finfo(dtype).max
+    array = np.full((3, BLOCK // 2 + 1), largest, dtype)
+    array[1] *= -1
+    assert first_not_finite(array) is None
+    assert first_not_finite(array[:0]) is None
+    if dtype is not np.int8:
+        array[2, -1] = -np.nan
+        assert first_not_finite(array) == (2, BLOCK // 2)
+        array[2, 3] = np.nan
+        assert first_not_finite(array) == (2, 3)
+        assert first_not_finite(array[2, 3]) == ()
 
 
 def test_arrays_survive_their_file(folder):

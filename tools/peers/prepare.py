@@ -23,6 +23,7 @@ from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.llama import hf_sources
 from jaxserve.models.resolve import resolve
+from jaxserve.reporting import Reporter
 
 WORK = flags.DEFINE_string("work", None, "folder to write to", required=True)
 MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "what `jaxserve compile` takes; a model of type llama")
@@ -75,10 +76,13 @@ def main(_: Any) -> None:
     write_model(checkpoint, work / "original")
     tokenizer = open_tokenizer(checkpoint)
     options = CalibrationOptions(pathlib.Path(CALIBRATION.value), SEQUENCES.value, LENGTH.value)
-    calibration = read_calibration(options, tokenizer, LENGTH.value).ids
+    calibration = read_calibration(options, tokenizer, checkpoint.config).ids
     text = pathlib.Path(TEXT.value)
-    windows = np.asarray(text_windows(tokenizer, read_text(text), CONTEXT.value, WINDOWS.value), np.int32)
-    np.savez(work / "tokens.npz", calibration=calibration, windows=windows, text=np.asarray(text.name))
+    vocab, report = checkpoint.config.vocab, Reporter()
+    windows = text_windows(tokenizer, vocab, read_text(text), CONTEXT.value, WINDOWS.value, report)
+    np.savez(
+        work / "tokens.npz", calibration=calibration, windows=np.asarray(windows, np.int32), text=np.asarray(text.name)
+    )
     print(f"{work}: calibration {calibration.shape}, windows {len(windows)} of {CONTEXT.value} tokens")
 
 

@@ -21,7 +21,10 @@ from jaxserve.errors import UserError
 from jaxserve.targets import GPUS, Gpu
 
 _DUMP = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1", "JAX_PLATFORMS": "cpu"}
-KERNELS = ("dense_matmul", "quantized_matmul", "paged_attention", "kv_write", "rms_norm", "add_rms_norm")
+KERNELS = (
+    *("dense_matmul", "quantized_matmul", "paged_attention", "kv_write"),
+    *("rms_norm", "add_rms_norm", "quantized_norm"),
+)
 """The ops with kernels for GPUs."""
 
 COLUMNS = ("op", "shape", "kernel", "registers", "spills", "shared_memory", "temporaries", "refused")

@@ -11,7 +11,7 @@ from jaxserve.lowering import graph_forward, specs_of, trace_model
 from jaxserve.models.config import ModelConfig
 from jaxserve.pallas_kernels._shapes import size
 from jaxserve.passes.graph import Graph
-from jaxserve.passes.pipeline import Context, KvGeometry, run_pipeline, without_cpu_only
+from jaxserve.passes.pipeline import Context, KvGeometry, for_platform, run_pipeline
 from jaxserve.passes.recipes import find_recipe, parse_spec
 from jaxserve.serving import state as slot_state
 from jaxserve.serving.request import Limits
@@ -108,9 +108,7 @@ def make_step(model: str, recipe: str, tokens: int, seqs: int, context: int, tar
     pages = -(-context // PAGE)
     limits = Limits(seqs, context, PAGE, seqs * pages, config.vocab, token_budget=max(tokens, seqs))
     bucket = Bucket("step", tokens, seqs)
-    passes = parse_spec(find_recipe(RECIPES[recipe]).spec(page=PAGE))
-    if target.platform != "cpu":
-        passes = without_cpu_only(passes)
+    passes = for_platform(parse_spec(find_recipe(RECIPES[recipe]).spec(page=PAGE)), target.platform)
     graph = trace_model(config, bucket.tokens, bucket.logit_rows, {})
     context_of = Context(KvGeometry(limits.num_pages, limits.pages_per_seq, seqs))
     return Step(run_pipeline(graph, passes, context_of).graph, bucket, limits)

@@ -12,7 +12,7 @@ from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
 from jaxserve.passes.narrow_matmul import NarrowMatmul
-from jaxserve.passes.pipeline import Context, KvGeometry, Pass, select, without_cpu_only
+from jaxserve.passes.pipeline import Context, KvGeometry, Pass, for_platform, select
 from jaxserve.passes.recipes import RECIPES, find_recipe, parse_spec
 from jaxserve.passes.roll_layers import RollLayers
 from jaxserve.serving.request import Limits
@@ -113,8 +113,7 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
     activations = "bf16" if any(isinstance(step, NarrowMatmul) for step in passes) else "f32"
     page = next((step.page for step in passes if isinstance(step, InsertPagedKv)), page)
     target = find_target(options.target)
-    if isinstance(target, Gpu):
-        passes = without_cpu_only(passes)
+    passes = for_platform(passes, target.platform)
     if isinstance(target, Gpu) and not options.kv_tokens and any(isinstance(step, InsertPagedKv) for step in passes):
         graph = small_graph(checkpoint.config, stored_forms(checkpoint), passes)
         options = dataclasses.replace(options, kv_tokens=pool_tokens(graph, target))

@@ -22,7 +22,7 @@ from jaxserve.lowering import graph_forward, specs_of, stored_forms, trace_model
 from jaxserve.models.resolve import resolve
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
-from jaxserve.passes.pipeline import Context, KvGeometry, Pass, Stage, run_pipeline
+from jaxserve.passes.pipeline import Context, KvGeometry, Pass, Stage, for_platform, run_pipeline
 from jaxserve.passes.recipes import parse_spec
 from jaxserve.passes.verify import Verifier
 from jaxserve.reporting import Reporter
@@ -61,7 +61,7 @@ def rewritten_model(
     """
     report = report or Reporter(quiet=True)
     checkpoint = resolve(model)
-    steps = parse_spec(passes) if isinstance(passes, str) else tuple(passes)
+    steps = for_platform(parse_spec(passes) if isinstance(passes, str) else passes, "cpu")
     page = next((step.page for step in steps if isinstance(step, InsertPagedKv)), 1)
     pages = math.ceil(tokens / page)
 

@@ -121,8 +121,8 @@ def _bytes(atom: Atom) -> int:
 def _matmul(name: str, eqn: JaxprEqn) -> Cost:
     array, *weights = eqn.invars
     x, y = spec_of(array), spec_of(eqn.outvars[0])
-    layer, activation = eqn.params.get("layer"), eqn.params.get("activation")
-    specs = [spec for spec in map(spec_of, weights) if spec.shape]  # without the static scale of x
+    layer, activation, format = (eqn.params.get(name) for name in ("layer", "activation", "format"))
+    specs = map(spec_of, weights[: len(format.fields)] if format else weights)  # without the scale of x
     stored = sum(size(spec) // (1 if layer is None else spec.shape[0]) for spec in specs)
     rows = math.prod(x.shape[:-1])
     unit = {"int8": "int8", "int8-static": "int8", "e4m3": "fp8"}.get(activation or "")
@@ -183,5 +183,6 @@ _COUNTERS = {
     "kv_write": _kv_write,
     "rms_norm": _norm,
     "add_rms_norm": _norm,
+    "quantized_norm": _norm,
     "rope": _rows,
 }

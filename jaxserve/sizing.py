@@ -15,7 +15,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.resolve import resolve
 from jaxserve.pallas_kernels._shapes import size
 from jaxserve.passes.graph import Graph, Stored
-from jaxserve.passes.pipeline import Context, KvGeometry, Pass, run_pipeline, without_cpu_only
+from jaxserve.passes.pipeline import Context, KvGeometry, Pass, for_platform, run_pipeline
 from jaxserve.passes.recipes import find_recipe, parse_spec
 from jaxserve.roofline import ROWS, TOKENS, Roofline, count, decode_load, prefill_load, roofline
 from jaxserve.targets import Gpu
@@ -96,7 +96,7 @@ def small_graph(config: ModelConfig, stored: Mapping[str, Stored], passes: Seque
     """The graph that passes make of a model, at the sizes that `count` wants."""
     graph = trace_model(config, TOKENS, ROWS, stored)
     return run_pipeline(
-        graph, without_cpu_only(passes), Context(KvGeometry(num_pages=8, pages_per_seq=4, seqs=ROWS))
+        graph, for_platform(passes, "cuda"), Context(KvGeometry(num_pages=8, pages_per_seq=4, seqs=ROWS))
     ).graph
 
 

@@ -23,6 +23,7 @@ from jaxserve.pallas_kernels.paged_attention.op import paged_attention
 from jaxserve.pallas_kernels.quantized_matmul.format import QuantFormat, QuantizedTensor, pack_int4, unpack_int4
 from jaxserve.pallas_kernels.quantized_matmul.op import quantized_matmul
 from jaxserve.pallas_kernels.quantized_matmul.rtn import quantize_rtn
+from jaxserve.pallas_kernels.quantized_norm.op import quantized_norm
 from jaxserve.pallas_kernels.quantized_take.op import quantized_take
 from jaxserve.pallas_kernels.rms_norm.op import rms_norm
 from jaxserve.pallas_kernels.rope.op import rope
@@ -51,6 +52,7 @@ __all__ = [
     "paged_attention",
     "quantize_rtn",
     "quantized_matmul",
+    "quantized_norm",
     "quantized_take",
     "rms_norm",
     "rope",

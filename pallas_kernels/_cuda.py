@@ -9,6 +9,7 @@ from jaxserve.pallas_kernels.dense_matmul.op import OP as DENSE_MATMUL
 from jaxserve.pallas_kernels.kv_write.op import OP as KV_WRITE
 from jaxserve.pallas_kernels.paged_attention.op import OP as PAGED_ATTENTION
 from jaxserve.pallas_kernels.quantized_matmul.op import OP as QUANTIZED_MATMUL
+from jaxserve.pallas_kernels.quantized_norm.op import OP as QUANTIZED_NORM
 from jaxserve.pallas_kernels.rms_norm.op import OP as RMS_NORM
 
 
@@ -31,3 +32,4 @@ _register(PAGED_ATTENTION, "kernel", "mosaic")
 _register(KV_WRITE, "kernel", "mosaic")
 _register(RMS_NORM, "kernel", "mosaic")
 _register(ADD_RMS_NORM, "add_kernel", "mosaic", folder="rms_norm")
+_register(QUANTIZED_NORM, "quantized_kernel", "mosaic", folder="rms_norm")

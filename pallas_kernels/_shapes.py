@@ -78,9 +78,17 @@ WIDE_HEADS = (
     Model("gemma-3-4b", width=2560, mlp=10240, heads=8, kv_heads=4, head_dim=256, vocab=262208),
 )
 """For attention alone: other ops see nothing in them that the models above lack."""
+WIDE_ROWS = (Model("mistral-large", width=12288, mlp=28672, heads=96, kv_heads=8, head_dim=128, vocab=32768),)
+"""For norms alone, whose kernels hold a row in registers."""
 
-STEPS = tuple((f"{model.name} {work.name}", model, work) for model in MODELS for work in WORKLOADS)
+
+def _under_workloads(*models: Model) -> tuple[tuple[str, Model, Workload], ...]:
+    return tuple((f"{model.name} {work.name}", model, work) for model in models for work in WORKLOADS)
+
+
+STEPS = _under_workloads(*MODELS)
 """Every model under every workload, with the name of the pair."""
+NORM_STEPS = _under_workloads(*MODELS, *WIDE_ROWS)
 
 PAGE_SIZE = 16
 

@@ -31,7 +31,7 @@ class ChooseLayout(Pass):
 
     name: ClassVar[str] = "choose-layout"
     keeps_numbers: ClassVar[bool] = True
-    cpu_only: ClassVar[bool] = True
+    platform: ClassVar[str | None] = "cpu"
 
     def run(self, graph: Graph, context: Context) -> PassResult:
         del context

@@ -34,7 +34,7 @@ class FuseEpilogue(Pass):
     """
 
     name: ClassVar[str] = "fuse-epilogue"
-    cpu_only: ClassVar[bool] = True
+    platform: ClassVar[str | None] = "cpu"
 
     def run(self, graph: Graph, context: Context) -> PassResult:
         del context

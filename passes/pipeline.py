@@ -72,14 +72,14 @@ class Pass:
     """A named rewrite. Subclasses are frozen dataclasses; their fields are the options of the text form.
 
     `adds_outputs` declares that the pass appends outputs (caches). `keeps_numbers` declares that its weights give the
-    same activations as before up to float rounding, so that calibration need not compute them again. `cpu_only` says
-    that it serves the native CPU kernels: it is left out for other targets.
+    same activations as before up to float rounding, so that calibration need not compute them again. `platform` is
+    that of the kernels that it serves, if it serves those of one alone: for others it is left out.
     """
 
     name: ClassVar[str]
     adds_outputs: ClassVar[bool] = False
     keeps_numbers: ClassVar[bool] = False
-    cpu_only: ClassVar[bool] = False
+    platform: ClassVar[str | None] = None
 
     def run(self, graph: Graph, context: Context) -> PassResult:
         raise NotImplementedError
@@ -142,9 +142,9 @@ def select(passes: Sequence[Pass], disabled: Sequence[str] = (), stop_after: str
     return tuple(step for step in passes if step.name not in disabled)
 
 
-def without_cpu_only(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """The passes that other targets than CPUs want, too."""
-    return tuple(step for step in passes if not step.cpu_only)
+def for_platform(passes: Sequence[Pass], platform: str) -> tuple[Pass, ...]:
+    """The passes without those that serve another platform's kernels alone."""
+    return tuple(step for step in passes if step.platform in (None, platform))
 
 
 _TOKEN = re.compile(r"(?P<name>[A-Za-z][\w.-]*)|(?P<punct>[{},=])|'(?P<quoted>(?:[^']|'')*)'|(?P<value>[^\s{},=']+)")

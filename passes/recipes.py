@@ -15,6 +15,7 @@ from jaxserve.passes.narrow_matmul import NarrowMatmul
 from jaxserve.passes.pipeline import Pass, parse_pipeline
 from jaxserve.passes.prune import Prune
 from jaxserve.passes.quantize_matmul import QuantizeMatmul
+from jaxserve.passes.quantize_norm import QuantizeNorm
 from jaxserve.passes.roll_layers import RollLayers
 from jaxserve.passes.smooth_attention import SmoothAttention
 from jaxserve.passes.stack_layers import StackLayers
@@ -23,7 +24,7 @@ PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
         *(Canonicalize, LowerDenseMatmul, Prune, FoldScales, SmoothAttention, FuseQkv, FuseGateUp, QuantizeMatmul),
-        *(NarrowMatmul, ChooseLayout, StackLayers, FuseNorm, FuseEpilogue, InsertPagedKv, RollLayers),
+        *(NarrowMatmul, ChooseLayout, StackLayers, FuseNorm, QuantizeNorm, FuseEpilogue, InsertPagedKv, RollLayers),
     )
 }
 
@@ -74,7 +75,10 @@ class Recipe:
             steps.append("narrow-matmul")
         if all_rules:
             steps.append("choose-layout")
-        steps += ["stack-layers", "fuse-norm", "fuse-epilogue"]
+        steps += ["stack-layers", "fuse-norm"]
+        if all_rules:
+            steps.append("quantize-norm")
+        steps.append("fuse-epilogue")
         steps.append(f"insert-paged-kv{{page={page},kv={kv or self.kv or activations}}}")
         if loops:
             steps.append("roll-layers")

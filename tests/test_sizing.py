@@ -78,6 +78,16 @@ def test_a_norm_reads_the_weight_of_its_layer_alone(llama2, recipe):
     assert all(cost.token_bytes == 4096 * numbers[cost.op] for cost in norms)
 
 
+def test_codes_of_a_norm_are_counted_by_their_bytes(llama2):
+    """Float32 in, int8 codes and a scale out; the matmul reads codes, and no scale of a token is part of its weight."""
+    costs = count(rewritten_graph(llama2.with_layers(1), {}, "w8a8-smoothquant"))
+    norms = [cost for cost in costs if cost.op == "quantized_norm"]
+    assert [(cost.fixed_bytes, cost.token_bytes) for cost in norms] == [(4 * 4096, 4096 * (4 + 1) + 4)] * 2
+    qkv = next(cost for cost in costs if cost.op == "quantized_matmul")
+    outputs = 3 * 4096
+    assert (qkv.fixed_bytes, qkv.token_bytes) == (outputs * (4096 + 4), 4096 + 4 * outputs)
+
+
 def test_a_window_bounds_what_is_read():
     cost = Cost("paged_attention", "bf16", key_bytes=4, pair_ops=8, window=16)
     assert (cost.bytes(decode_load(2, 100)), cost.ops(decode_load(2, 100))) == (4 * 32, 8 * 32)

@@ -84,7 +84,9 @@ def _unsupported(q: Any, operands: Sequence[Any], format: KvFormat | None) -> st
     if page_size not in PAGE_SIZES:
         return f"pages of {page_size} tokens; it knows {_listed(PAGE_SIZES)}"
     if format is not None and head_dim > VALUES:
-        return f"heads of {head_dim} in {format}; of codes it knows up to {VALUES}"
+        return (
+            f"heads of {head_dim} in {format}; of codes it knows up to {VALUES}, for shared memory holds no wider tiles"
+        )
     if format is not None and head_dim % 64 and format.per_byte > 1:
         return f"heads of {head_dim} in {format}; it knows 64 and 128"
     if format is not None and (kv_heads % 8 or page_size * kv_heads < 64):

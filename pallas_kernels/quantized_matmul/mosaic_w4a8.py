@@ -50,9 +50,9 @@ def kernel(
     def mosaic(x: jax.Array, codes: Any, scale: Any, zero: Any, channel: Any, *static: Any) -> jax.Array:
         narrow, x_scale = quantize_activation(x, str(activation), *static)
         flat = jnp.pad(narrow.reshape(rows, inputs), ((0, size.tokens - rows), (0, 0)))
-        lanes = [flat[:, index::2] for index in range(2)]
-        low, high = (lane.astype(jnp.int32).reshape(size.tokens, -1, group // 2).sum(axis=2).T for lane in lanes)
-        total = _mosaic.join(call(codes, scale, zero, low + high, 8 * high, *lanes))[:rows].astype(jnp.float32)
+        lanes = flat.reshape(size.tokens, -1, 2).transpose(2, 0, 1)
+        sums = lanes.astype(jnp.int32).reshape(2, size.tokens, -1, group // 2).sum(axis=3).swapaxes(1, 2)
+        total = _mosaic.join(call(codes, scale, zero, sums, lanes))[:rows].astype(jnp.float32)
         by_output = (channel if layer is None else channel[layer])[:, 0].astype(jnp.float32)
         return ((total * by_output).reshape(*x.shape[:-1], outputs) * x_scale).astype(out_dtype)
 
@@ -73,14 +73,14 @@ def _unsupported(format: QuantFormat, shape: tuple[int, int], activation: str | 
 
 
 def _call(size: _mosaic.Blocks, group: int, layer: int | None) -> Callable[..., jax.Array]:
-    """The Pallas call: (codes, scale, zero, int32 [G, T] sums of x and of its odd inputs times 8, the even and the odd
-    inputs int8 [T, I/2]) -> int32 [parallel splits, O, T]."""
+    """The Pallas call: (codes, scale, zero, int32 [2, G, T] sums of x's even and odd inputs, those inputs int8
+    [2, T, I/2]) -> int32 [parallel splits, O, T]."""
     tile, steps, per_step = (_mosaic.WARPGROUP_ROWS, size.columns), size.steps, size.step // group
     sequential, width = size.sequential_splits, group // 2
     layout = _mosaic.swizzled(width, jnp.int8)
 
     def w4a8(codes: Any, *refs: Any, staging: Any) -> None:
-        scale, zero, sums, shifts, *lanes, out = refs
+        scale, zero, sums, lanes, out = refs
         if layer is not None:
             codes, scale, zero = (ref.at[layer] for ref in (codes, scale, zero))
         wg, split = _mosaic.warpgroup(size.warpgroups), lax.axis_index("split")
@@ -103,10 +103,10 @@ def _call(size: _mosaic.Blocks, group: int, layer: int | None) -> Callable[..., 
                     for half, lane in enumerate(lanes_smem)
                 )
                 index = (first + step) * per_step + chunk
-                by_token, shift = (_mosaic.along(ref.at[index, cols], tile, 1, jnp.int32) for ref in (sums, shifts))
+                even, odd = (_mosaic.along(sums.at[half, index, cols], tile, 1, jnp.int32) for half in range(2))
                 by_zero, by_scale = (_mosaic.along(ref.at[rows, index], tile, 0, jnp.int32) for ref in (zero, scale))
-                found = low + lax.shift_right_arithmetic(high, jnp.full_like(high, 4)) + shift - by_zero * by_token
-                total = total + found * by_scale
+                found = low + lax.shift_right_arithmetic(high, jnp.full_like(high, 4)) + 8 * odd
+                total = total + (found - by_zero * (even + odd)) * by_scale
             return (total,)
 
         def store(total: jax.Array) -> None:
@@ -119,7 +119,7 @@ def _call(size: _mosaic.Blocks, group: int, layer: int | None) -> Callable[..., 
             step_body,
             steps * sequential,
             [block(size.rows), *[block(size.columns)] * 2],
-            [codes.at[pl.ds(row, size.rows)], *(lane.at[cols] for lane in lanes)],
+            [codes.at[pl.ds(row, size.rows)], *(lanes.at[half, cols] for half in range(2))],
             (_mosaic.zeros(tile, jnp.int32),),
             size.warpgroups,
             store,

@@ -6,17 +6,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, Shaped
 
 from jaxserve.pallas_kernels._axes import FLOATS, Axes
 from jaxserve.pallas_kernels._op import Op, Operand, spec_like
 from jaxserve.pallas_kernels.dense_matmul.op import reference as dense_reference
 from jaxserve.pallas_kernels.quantized_matmul import layout as layouts
-from jaxserve.pallas_kernels.quantized_matmul.format import QuantFormat
+from jaxserve.pallas_kernels.quantized_matmul.format import E4M3, QuantFormat
 
 ACTIVATIONS = (None, "int8", "int8-static", "e4m3")
 LARGEST = {"int8": 127, "int8-static": 127, "e4m3": 448}
 """The largest code of an activation."""
+
+CODES = {"int8": jnp.dtype(jnp.int8), "e4m3": E4M3}
+"""What the codes of an activation with a scale a token are kept in."""
 
 
 def dequantize(arrays: tuple[Any, ...], format: QuantFormat, inputs: int, dtype: DTypeLike) -> Any:
@@ -68,8 +71,18 @@ def _whole_rows(fields: dict[str, Any], format: QuantFormat, inputs: int) -> tup
     return (codes.astype(jnp.int32) - middle).astype(jnp.int8), fields["zero"].astype(jnp.int32) - middle, scale
 
 
+def is_coded(x: Any, activation: str | None) -> bool:
+    """Whether x is given as codes of that activation."""
+    return activation in CODES and x.dtype == CODES[activation]
+
+
 def quantize_activation(x: Any, activation: str, scale: Any = None) -> tuple[Any, Any]:
-    """Codes [..., I] (int8 or float8_e4m3fn) of an activation, and their scale: [..., 1] a token, or the static one."""
+    """Codes [..., I] (int8 or float8_e4m3fn) of an activation, and their scale: [..., 1] a token, or the static one.
+
+    What is given as codes already stays as it is, with its scale.
+    """
+    if is_coded(x, activation):
+        return x, scale
     wide, largest = x.astype(jnp.float32), LARGEST[activation]
     if scale is None:
         scale = jnp.abs(wide).max(axis=-1, keepdims=True) / largest
@@ -138,7 +151,7 @@ def reference(
     if activation is None:
         product, scale = partial(_product, x.astype(jnp.float32)), jnp.float32(1)
     else:
-        codes, scale = quantize_activation(x, activation, arrays[-1] if activation == "int8-static" else None)
+        codes, scale = quantize_activation(x, activation, *arrays[len(format.fields) :])
         whole = format.whole and activation != "e4m3"
         product = partial(_whole_product, codes) if whole else partial(_product, codes.astype(jnp.float32))
 
@@ -180,12 +193,16 @@ def shape_rule(
     axes = Axes("quantized_matmul")
     if activation not in ACTIVATIONS:
         raise axes.fail(f"activation must be one of {', '.join(map(str, ACTIVATIONS))}, got {activation!r}")
-    axes.match("x", x, f"... {shape[1]}", FLOATS)
-    if activation == "int8-static":
+    coded = is_coded(x, activation)
+    axes.match("x", x, f"... {shape[1]}", (x.dtype,) if coded else FLOATS)
+    if coded or activation == "int8-static":
+        kind = "codes of x take" if coded else "activation int8-static takes"
         if len(arrays) != len(format.fields) + 1:
-            raise axes.fail(f"activation int8-static takes a scale after the {len(format.fields)} arrays of the weight")
-        if arrays[-1].shape or arrays[-1].dtype != jnp.float32:
-            raise axes.fail(f"the scale of x is {arrays[-1].dtype.name} {list(arrays[-1].shape)}, expected float32 []")
+            raise axes.fail(f"{kind} a scale after the {len(format.fields)} arrays of the weight")
+        scale, expected = arrays[-1], (*x.shape[:-1], 1) if coded else ()
+        if tuple(scale.shape) != expected or scale.dtype != jnp.float32:
+            found = f"{scale.dtype.name} {list(scale.shape)}"
+            raise axes.fail(f"the scale of x is {found}, expected float32 {list(expected)}")
         arrays = arrays[:-1]
     match_fields(axes, arrays, format, shape, layer, layout)
     axes.check_float("out_dtype", out_dtype)
@@ -196,7 +213,7 @@ OP = Op("quantized_matmul", reference, shape_rule).publish()
 
 
 def quantized_matmul(
-    x: Float[Operand, "*rows I"],
+    x: Shaped[Operand, "*rows I"],
     *arrays: Operand,
     format: QuantFormat,
     shape: tuple[int, int],
@@ -216,6 +233,9 @@ def quantized_matmul(
     - int8: s = max_i |x[..., i]| / 127 for every row of x, and q is rounded to whole numbers;
     - int8-static: s is one more operand after the weight's, float32 []; q is also clipped to -128 to 127;
     - e4m3: s = max_i |x[..., i]| / 448 for every row, and q is rounded to float8_e4m3fn.
+
+    Where x is q already, of int8 or e4m3 codes (`quantized_norm` gives them), s is one more operand after the weight's,
+    float32 [..., 1], and `out_dtype` must be given.
 
     Of int8 activations and a weight in a whole format (`QuantFormat.whole`), the sum is exact, in int32: integers are
     multiplied, and then y = total * scale * s (LLM.int8, arXiv:2208.07339; QServe, arXiv:2405.04532).

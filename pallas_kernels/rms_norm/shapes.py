@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from jaxserve.pallas_kernels._shapes import STEPS, Case, normal, size, spec
+from jaxserve.pallas_kernels._shapes import NORM_STEPS, Case, normal, size, spec
 
 
 def cases(dtype: Any) -> list[Case]:
     """One call a model and workload."""
     found = []
-    for name, model, work in STEPS:
+    for name, model, work in NORM_STEPS:
         x, weight = spec(dtype, work.step_tokens, model.width), spec(dtype, model.width)
         found.append(
             Case(

@@ -16,6 +16,7 @@ from jaxserve.pallas_kernels._native import describe, is_available, native_call
 from jaxserve.pallas_kernels.dense_matmul.shapes import cases as dense_cases
 from jaxserve.pallas_kernels.quantized_matmul import layout
 from jaxserve.pallas_kernels.quantized_matmul.format import E4M3
+from jaxserve.pallas_kernels.quantized_matmul.op import quantize_activation
 from tests.pallas_kernels import oracles
 from tests.pallas_kernels.harness import (
     BF16,
@@ -225,6 +226,16 @@ class TestQuantizedActivations:
         error = np.abs(found - wide(x) @ expected.T).max(axis=-1)
         assert 0 < error[0, 1] < 1.5  # quantized, and with some sense
 
+    @pytest.mark.parametrize("activation", ["int8", "e4m3"])
+    def test_codes_give_the_bytes_of_what_they_are_made_from(self, implementation, activation):
+        element = "e4m3" if activation == "e4m3" else "int"
+        tensor, _ = weight(QuantFormat(8, None, "none", "float32", element=element))
+        x, arrays = normal(0, 2, 3, 80), tensor.arrays.values()
+        options = {"format": tensor.format, "shape": tensor.shape, "activation": activation, "out_dtype": F32}
+        codes, scale = map(np.asarray, quantize_activation(x, activation))
+        found = compute(implementation, quantized_matmul, codes, *arrays, scale, **options)
+        np.testing.assert_array_equal(found, compute("reference", quantized_matmul, x, *arrays, **options))
+
     @pytest.mark.parametrize("activation", [None, "int8", "e4m3"])
     @pytest.mark.parametrize("place", [0, 40, 79])
     @pytest.mark.parametrize("panels", [False, True], ids=["rows", "panels"])
@@ -391,6 +402,15 @@ def test_wrong_quantized_calls_are_refused():
         quantized_matmul(x, codes, scale, minimum, np.array(1, np.float16), **options, activation="int8-static")
     with pytest.raises(TypeError, match="takes the arrays codes, scale, minimum, got 4 arrays"):
         quantized_matmul(x, codes, scale, minimum, np.array(STATIC), **options, activation="int8")
+    narrow, scales = x.astype(np.int8), np.ones((2, 1), F32)
+    with pytest.raises(TypeError, match="codes of x take a scale after the 3 arrays of the weight"):
+        quantized_matmul(narrow, codes, scale, minimum, **options, activation="int8", out_dtype=F32)
+    with pytest.raises(TypeError, match=r"the scale of x is float32 \[2\], expected float32 \[2, 1\]"):
+        quantized_matmul(narrow, codes, scale, minimum, scales[:, 0], **options, activation="int8", out_dtype=F32)
+    with pytest.raises(TypeError, match="out_dtype must be a floating dtype, got int8"):
+        quantized_matmul(narrow, codes, scale, minimum, scales, **options, activation="int8")
+    with pytest.raises(TypeError, match="x has dtype int8, expected float32 or"):
+        quantized_matmul(narrow, codes, scale, minimum, scales, **options, activation="e4m3", out_dtype=F32)
     with pytest.raises(TypeError, match="layout must be one of None, panels, got 'rows'"):
         quantized_matmul(x, codes, scale, minimum, **options, layout="rows")
     with pytest.raises(TypeError, match="24 outputs are no multiple of 16"):

@@ -25,6 +25,7 @@ from jaxserve.pallas_kernels.kv_write.op import OP as KV_WRITE
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_w4a8 as w4a8
 from jaxserve.pallas_kernels.quantized_matmul.op import OP as QUANTIZED
+from jaxserve.pallas_kernels.quantized_norm.op import OP as QUANTIZED_NORM
 from jaxserve.pallas_kernels.rms_norm import mosaic_gpu as norm
 from jaxserve.pallas_kernels.rms_norm.op import OP as RMS_NORM
 from jaxserve.targets import GPUS, H100_SXM
@@ -150,6 +151,21 @@ def test_norms(dtype, out_dtype, layer, plus_one):
             *(x, y, weight),
             rtol=unit,
         )
+
+
+@pytest.mark.parametrize(("activation", "plus_one"), [("int8", False), ("e4m3", True)])
+def test_norms_in_codes(activation, plus_one):
+    """Of a float32 row, as the compiler has them: the same codes, the scale within the rounding of another sum."""
+    x, weight = normal(0, 2, 2, 1024), normal(2, 2, 1024, dtype=BF16)
+    x[0, 0] = 0
+    options = {"activation": activation, "eps": 1e-5, "plus_one": plus_one, "out_dtype": None, "layer": 1}
+    kernel = norm.quantized_kernel(x, weight, **options)
+    assert not isinstance(kernel, Refusal), kernel
+    codes, scale = kernel(x, weight)
+    expected, expected_scale = QUANTIZED_NORM.reference(x, weight, **options)
+    np.testing.assert_array_equal(codes, expected)
+    np.testing.assert_allclose(scale, expected_scale, rtol=1e-6)
+    assert codes.dtype == expected.dtype and scale.shape == (2, 2, 1)
 
 
 def test_a_norm_does_not_depend_on_the_other_rows():

@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels import OPS, Refusal, add_rms_norm, rms_norm
+from jaxserve.pallas_kernels import OPS, Refusal, add_rms_norm, quantized_norm, rms_norm
 from jaxserve.pallas_kernels._native import describe, is_available
 from tests.pallas_kernels import oracles
 from tests.pallas_kernels.harness import BF16, F32, assert_close, compute, dtypes, native_implementations, normal, wide
@@ -63,6 +63,19 @@ class TestAddRmsNorm:
         assert_close(n, oracles.rms_norm(wide(h), 1 + wide(weights[1]), 1e-5), BF16)
 
 
+@pytest.mark.parametrize(("activation", "largest", "unit"), [("int8", 127, 1), ("e4m3", 448, 16)])
+def test_a_norm_in_codes(activation, largest, unit):
+    x, weights = normal(0, 2, 3, 100), normal(1, 3, 100)
+    x[0, 0] = 0
+    options = {"eps": 1e-5, "layer": 2, "plus_one": True}
+    codes, scale = compute("reference", quantized_norm, x, weights, activation=activation, **options)
+    expected = oracles.rms_norm(wide(x), 1 + wide(weights[2]), 1e-5)
+    assert_close(scale[..., 0], np.abs(expected).max(axis=-1) / largest, F32)
+    assert not scale[0, 0].any() and not codes[0, 0].any()
+    assert np.abs(codes * scale - expected).max() <= 1.001 * unit * scale.max()
+    np.testing.assert_array_equal(np.abs(codes).max(axis=-1), [[0, largest, largest], [largest] * 3])
+
+
 def test_shape_errors_name_the_operand():
     x = np.zeros((2, 8), F32)
     with pytest.raises(
@@ -73,6 +86,8 @@ def test_shape_errors_name_the_operand():
         rms_norm(np.zeros((2, 8), np.int32), np.zeros(8, F32), eps=1e-5)
     with pytest.raises(TypeError, match=r"rms_norm: layer 3 is not one of the 3 of weight"):
         rms_norm(np.zeros((2, 8), F32), np.zeros((3, 8), F32), eps=1e-5, layer=3)
+    with pytest.raises(TypeError, match=r"quantized_norm: activation must be one of int8, e4m3, got 'int8-static'"):
+        quantized_norm(x, np.zeros(8, F32), activation="int8-static", eps=1e-5)
     with pytest.raises(TypeError, match=r"add_rms_norm: y has shape \(1, 8\), expected that of x, \(2, 8\)"):
         add_rms_norm(np.zeros((2, 8), F32), np.zeros((1, 8), F32), np.zeros(8, F32), eps=1e-5)
 

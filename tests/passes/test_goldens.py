@@ -9,6 +9,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxserve.lowering import trace_model
@@ -21,6 +22,7 @@ from tests.passes.helpers import (
     explained,
     make_graph,
     pipeline,
+    random_values,
     spec,
     tiny,
     trace_tiny,
@@ -280,6 +282,45 @@ def gemma_norms() -> Graph:
     return dataclasses.replace(graph, inputs=tuple(inputs))
 
 
+def norms_that_stay_in_floats() -> Graph:
+    """A norm that is also read as it is, one that is an output, one of static scales, one that two matmuls quantize
+    differently, one whose matmul takes it as it is; then one that two matmuls quantize alike."""
+    formats = {element: QuantFormat(8, None, "none", "float32", element=element) for element in ("int", "e4m3")}
+
+    def function(v):
+        def norm(name):
+            return scope(name, lambda: rms_norm(v["x"], v["w"], eps=1e-6))
+
+        def matmul(x, activation, *scale):
+            element = "e4m3" if activation == "e4m3" else "int"
+            return quantized_matmul(
+                x,
+                v[f"{element}/codes"],
+                v["scale"],
+                *scale,
+                format=formats[element],
+                shape=(8, 16),
+                activation=activation,
+            )
+
+        read, output, static, apart, plain, alike = (
+            norm(name) for name in ("read", "output", "static", "apart", "plain", "alike")
+        )
+        return {
+            "read": matmul(read, "int8") + jnp.sin(read)[:, :8],
+            "output": output, "product": matmul(output, "int8"),
+            "static": matmul(static, "int8-static", v["x_scale"]),
+            "apart": matmul(apart, "int8") + matmul(apart, "e4m3"),
+            "plain": matmul(plain, None),
+            "alike": matmul(alike, "e4m3") * matmul(alike, "e4m3"),
+        }  # fmt: skip
+
+    codes = {"int/codes": spec((8, 16), "int8"), "e4m3/codes": spec((8, 16), "float8_e4m3fn")}
+    graph = make_graph(function, {"w": (16,), "scale": (8, 1), "x_scale": ()}, {**codes, **X})
+    inputs = [dataclasses.replace(entry, kind="param") if entry.path in codes else entry for entry in graph.inputs]
+    return dataclasses.replace(graph, inputs=tuple(inputs))
+
+
 def products_that_are_not_gated_activations() -> Graph:
     """Halves in the other order, of two arrays, of unequal parts, with a bias; an activation that is also an output;
     another activation. And a product that is read in two dtypes: it is one, but the rounding stays outside."""
@@ -319,6 +360,7 @@ MIXED = "quantize-matmul{rules='q_proj=w4a16:g32;mlp=w4a16:g32;k_proj=w8a16:g32;
 FOLD = "fold-scales{method=awq,scheme=w4a16}"
 FOLD_ALL = "fold-scales{targets=kernel}"
 NARROW = f"{FUSED},narrow-matmul"
+INT8_NORMS = f"{FUSED},quantize-matmul{{rules='layers=w8a8'}},narrow-matmul,stack-layers,fuse-norm"
 two_layers = model(layers=2, heads=4, kv_heads=2, head_dim=8, width=32)
 
 
@@ -364,6 +406,8 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("fuse_norm", "fuse-norm", f"{NARROW},stack-layers,fuse-norm", model(layers=2, qk_norm=True)),
     ("fuse_norm_gemma", "fuse-norm", "stack-layers,fuse-norm", gemma_norms),
     ("fuse_norm_negative", "fuse-norm", "fuse-norm", norms_that_share),
+    ("quantize_norm", "quantize-norm", f"{INT8_NORMS},quantize-norm", model(layers=2)),
+    ("quantize_norm_negative", "quantize-norm", "quantize-norm", norms_that_stay_in_floats),
     ("fuse_epilogue", "fuse-epilogue", f"{NARROW},fuse-epilogue", model()),
     ("fuse_epilogue_gelu", "fuse-epilogue", f"{FUSED},fuse-epilogue", model(activation="gelu_pytorch_tanh")),
     ("fuse_epilogue_negative", "fuse-epilogue", "fuse-epilogue", products_that_are_not_gated_activations),
@@ -406,6 +450,20 @@ def test_canonicalize_keeps_the_numbers_and_every_weight_can_be_lowered(build):
 def test_partial_matches_keep_the_numbers(text, build):
     graph = build()
     assert_same_results(graph, pipeline(graph, text, numbers=False))
+
+
+@pytest.mark.parametrize(
+    ("before", "build"), [("canonicalize", norms_that_stay_in_floats), (INT8_NORMS, model(layers=2))]
+)
+def test_a_norm_in_codes_gives_the_same_bytes(before, build):
+    """By the references: they define the numbers."""
+    graph = pipeline(build(), before, numbers=False).graph
+    result = pipeline(graph, "quantize-norm")
+    assert result.stages[0].result.matches
+    values = random_values(graph)
+    expected = graph.call_references(values)
+    for name, found in result.graph.call_references(values).items():
+        np.testing.assert_array_equal(found, expected[name])
 
 
 def test_goldens_and_cases_are_the_same_set():

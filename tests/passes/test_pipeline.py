@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import UserError
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
-from jaxserve.passes.pipeline import Context, Pass, PassResult, parse_pipeline, run_pipeline, select
+from jaxserve.passes.pipeline import Context, Pass, PassResult, for_platform, parse_pipeline, run_pipeline, select
 from jaxserve.passes.quantize_matmul import QuantizeMatmul
 from jaxserve.passes.recipes import PASSES, RECIPES, find_recipe, parse_spec
 from jaxserve.passes.roll_layers import RollLayers
@@ -145,6 +145,12 @@ def test_recipes_parse_and_round_trip(name, options):
     assert [step.name for step in passes[-2:]] == [InsertPagedKv.name, RollLayers.name]
     quantizes = any(step.name == QuantizeMatmul.name for step in passes)
     assert quantizes == bool(RECIPES[name].scheme or options)
+
+
+def test_a_platform_gets_the_passes_that_serve_its_kernels():
+    passes = parse_spec("fuse-norm,quantize-norm,fuse-epilogue")
+    assert [step.name for step in for_platform(passes, "cpu")] == ["fuse-norm", "fuse-epilogue"]
+    assert [step.name for step in for_platform(passes, "cuda")] == ["fuse-norm", "quantize-norm"]
 
 
 def test_the_user_s_rules_go_before_the_recipe_s_and_group_is_added():

@@ -1,0 +1,1 @@
+"""Root-mean-square normalization whose rows are quantized for the matmuls that read them."""

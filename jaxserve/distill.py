@@ -3,14 +3,12 @@
 texts or answers of the target -> rows of ids -> training (resumable) -> a checkpoint that `jaxserve compile` takes
 """
 
-import asyncio
 import collections
 import dataclasses
 import json
 import pathlib
 import shutil
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,38 +16,23 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from jaxserve.calibration import open_tokenizer
+from jaxserve.distill_rows import Rows, Source, make_rows
 from jaxserve.errors import UserError
-from jaxserve.evaluate import read_text
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.hf_writer import hf_fields, write_checkpoint
 from jaxserve.models.resolve import resolve
-from jaxserve.questions import prompt_ids, read_questions
 from jaxserve.reporting import Reporter
-from jaxserve.serving.engine import Engine
-from jaxserve.serving.load import LowerLimits
-from jaxserve.serving.request import GenerationRequest, SamplingParams
-from jaxserve.serving.session import Session, check_same_tokens
 from jaxserve.serving.speculation import expected_tokens
-from jaxserve.student import Batch, Fixed, Params, State, Student, make_agreement, make_step
-from jaxserve.text import Tokenizer, encode_text
+from jaxserve.student import Fixed, Params, State, Student, make_agreement, make_step
 
-HELD_OUT = 8  # each 8th row of a kind is only looked at for the report
 TRAINING = "training"  # the folder of what is needed to resume, inside the draft's, until it is done
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistillOptions:
-    """What to train and on what: `text` or `prompts`, which `artifact`, the compiled target, answers."""
+class DistillOptions(Source):
+    """What to train, on what, and how."""
 
-    model: str
-    output: pathlib.Path
     layers: int
-    text: pathlib.Path | None = None
-    prompts: pathlib.Path | None = None
-    artifact: pathlib.Path | None = None
-    answer_tokens: int = 64
-    length: int = 128
     batch: int = 4
     steps: int = 500
     minutes: float = 0.0  # 0: no limit
@@ -67,41 +50,6 @@ class DistillOptions:
         return json.dumps(deciding, indent=1, sort_keys=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Sequences of T ids, padded at their ends; `wanted` [S, T] says after which positions the student is to say what
-    the teacher says, and `kinds` what sort of text each is."""
-
-    ids: np.ndarray
-    wanted: np.ndarray
-    kinds: tuple[str, ...]
-
-    def held_out(self) -> np.ndarray:
-        """[S] bool: the rows that the report is about."""
-        seen = collections.Counter[str]()
-        flags = []
-        for kind in self.kinds:
-            seen[kind] += 1
-            flags.append(seen[kind] % HELD_OUT == 1)
-        return np.array(flags)
-
-    @property
-    def most_wanted(self) -> int:
-        return int(self.wanted.sum(axis=1).max())
-
-    def batch(self, numbers: Sequence[int] | np.ndarray) -> Batch:
-        """These rows as one step sees them."""
-        return Batch.of(self.ids[numbers], self.wanted[numbers], self.most_wanted)
-
-    def save(self, path: pathlib.Path) -> None:
-        np.savez(path, ids=self.ids, wanted=self.wanted, kinds=np.array(self.kinds))
-
-    @classmethod
-    def load(cls, path: pathlib.Path) -> "Rows":
-        with np.load(path) as data:
-            return cls(data["ids"], data["wanted"], tuple(data["kinds"].tolist()))
-
-
 def distill(options: DistillOptions, report: Reporter) -> dict[str, Any]:
     """Trains a draft and writes its checkpoint; returns a summary: steps, loss, acceptance by kind, seconds.
 
@@ -116,7 +64,9 @@ def distill(options: DistillOptions, report: Reporter) -> dict[str, Any]:
     training = options.output / TRAINING
     _check_output(options, training)
     if not training.exists():
-        _open_training(options, training, _make_rows(options, checkpoint, report))
+        if options.batch < 1:
+            raise UserError(f"--batch {options.batch} is less than 1")
+        _open_training(options, training, make_rows(options, checkpoint, report))
     rows = Rows.load(training / "rows.npz")
     student, fixed, params = Student.cut(checkpoint, options.layers, options.dtype)
     hf_fields(student.config)  # before the work is done
@@ -166,79 +116,6 @@ def _open_training(options: DistillOptions, training: pathlib.Path, rows: Rows) 
 
 def _part(training: pathlib.Path) -> pathlib.Path:
     return training.with_suffix(".part")
-
-
-# ---- what to train on
-
-
-def _make_rows(options: DistillOptions, checkpoint: Checkpoint, report: Reporter) -> Rows:
-    if options.batch < 1:
-        raise UserError(f"--batch {options.batch} is less than 1")
-    if not 2 <= options.length <= checkpoint.config.max_positions:
-        raise UserError(f"--length {options.length} is not between 2 and {checkpoint.config.max_positions}")
-    if (options.text is None) == (options.prompts is None):
-        raise UserError("say what to train on: either --text FILE or --prompts FILE")
-    tokenizer = open_tokenizer(checkpoint)
-    if options.text is not None:
-        rows = text_rows(tokenizer, checkpoint.config.vocab, read_text(options.text), options.length)
-    else:
-        rows = _answer_rows(options, tokenizer, report)
-    if not rows.kinds or rows.held_out().all():
-        raise UserError(f"there is too little to train on: {len(rows.kinds)} sequences of {options.length} tokens")
-    return rows
-
-
-def text_rows(tokenizer: Tokenizer, vocab: int, text: str, length: int) -> Rows:
-    """A text, tokenized whole, in rows of `length`; of all their positions the next token is wanted.
-    UserError for tokens beyond the model's `vocab`."""
-    ids = np.asarray(encode_text(tokenizer, text, vocab), np.int32)
-    count = len(ids) // length
-    return Rows(ids[: count * length].reshape(count, length), np.ones((count, length), bool), ("text",) * count)
-
-
-def _answer_rows(options: DistillOptions, tokenizer: Tokenizer, report: Reporter) -> Rows:
-    """The target's greedy answers to the prompts, made by its engine."""
-    if options.prompts is None or options.artifact is None:
-        raise UserError("--prompts needs --artifact DIR, the compiled target, which answers them")
-    questions = read_questions(options.prompts, 1, "--prompts")
-    session = Session(options.artifact, LowerLimits(), report.note)
-    check_same_tokens(options.artifact, session.tokenizer, tokenizer)
-    longest = session.limits.max_model_len - options.answer_tokens
-    prompts = [prompt_ids(session.tokenizer, turn, longest) for _, turn in questions]
-    with session.running() as engine, report.stage("answers", str(options.artifact), len(prompts)) as stage:
-        answers = asyncio.run(_answers(engine, prompts, options.answer_tokens, stage.advance))
-        stage.done(f"{sum(map(len, answers))} tokens in answers to {len(prompts)} prompts")
-    session.runner.close()
-    kinds = tuple(kind for kind, _ in questions)
-    return answer_rows(prompts, answers, kinds, options.length, options.answer_tokens)
-
-
-async def _answers(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, advance: Any) -> list[list[int]]:
-    params = SamplingParams(max_tokens=tokens, temperature=0.0)
-
-    async def one(number: int, prompt: tuple[int, ...]) -> list[int]:
-        ids: list[int] = []
-        async for output in engine.submit(GenerationRequest(f"distill-{number}", prompt, params)):
-            if output.error:
-                raise UserError(f"prompt {number}: {output.error}")
-            ids += output.token_ids
-        advance()
-        return ids
-
-    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
-
-
-def answer_rows(
-    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], kinds: tuple[str, ...], length: int, most: int
-) -> Rows:
-    """Prompts with their answers, each the last `length` ids; every token of an answer is wanted, at most `most`."""
-    ids, wanted = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
-    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        whole = [*prompt, *answer][-length:]
-        answered = min(len(answer), most, len(whole) - 1)
-        ids[number, : len(whole)] = whole
-        wanted[number, len(whole) - answered - 1 : len(whole) - 1] = True
-    return Rows(ids, wanted, kinds)
 
 
 # ---- training

@@ -1,7 +1,9 @@
 """Prompt lookup: what followed the last few tokens when they stood in the sequence before. Plain Python: no jax."""
 
+import collections
 from collections.abc import Mapping
 
+from jaxserve.serving.ngram_table import TAILS, Next, NgramTable
 from jaxserve.serving.request import Sequence
 from jaxserve.serving.speculation import MOST_PROPOSALS, Rate
 
@@ -18,22 +20,28 @@ class NgramProposer:
 
     How likely it is depends on the length of the match, and is learned for each length without a step: every new token
     shows whether the match before it was right.
+
+    With a table, what the model mostly says after its last tokens is proposed where its first token is likelier. How
+    right the table is is learned the same way, by how sure it is.
     """
 
-    def __init__(self):
+    def __init__(self, table: NgramTable | None = None):
+        self._table = table
         self._indexes: dict[Sequence, _Index] = {}
         self._overall = [Rate() for _ in range(_LONGEST)]  # of all sequences, by length: where each begins
+        self._counted: dict[tuple[int, int], Rate] = collections.defaultdict(Rate)  # of the table, by _sureness
 
     def rates(self, seq: Sequence) -> list[float]:
         index = self._index(seq)
-        if not index.length:
-            return []
-        # Each accepted proposal makes the match longer; from _LONGEST on they are alike.
-        rates = [self._rate(index, length) for length in range(index.length, _LONGEST + 1)]
-        return rates + rates[-1:] * (MOST_PROPOSALS - len(rates))
+        return self._rates_counted(index) if self._prefers_table(index) else self._rates_found(index)
 
     def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        return {seq: self._index(seq).continuation(seq.tokens, count) for seq, count in wanted.items()}
+        made = {}
+        for seq, count in wanted.items():
+            index = self._index(seq)
+            counted = [said.token for said in index.chain[:count]]
+            made[seq] = counted if self._prefers_table(index) else index.continuation(seq.tokens, count)
+        return made
 
     def seconds(self, count: int) -> float:
         return 0.0  # next to a step
@@ -44,34 +52,63 @@ class NgramProposer:
     def forget(self, seq: Sequence) -> None:
         self._indexes.pop(seq, None)
 
+    def _rates_found(self, index: "_Index") -> list[float]:
+        if not index.length:
+            return []
+        # Each accepted proposal makes the match longer; from _LONGEST on they are alike.
+        rates = [self._rate(index, length) for length in range(index.length, _LONGEST + 1)]
+        return rates + rates[-1:] * (MOST_PROPOSALS - len(rates))
+
     def _rate(self, index: "_Index", length: int) -> float:
         overall = self._overall[length - 1].value(prior=_START[length - 1])
         return index.rates[length - 1].value(prior=overall)
 
+    def _rates_counted(self, index: "_Index") -> list[float]:
+        return [self._counted[_sureness(each)].value(prior=each.rate) for each in index.chain]
+
+    def _prefers_table(self, index: "_Index") -> bool:
+        """Whether the first token that it says is the likelier one, be it that nothing else is known."""
+        return self._rates_counted(index)[:1] > self._rates_found(index)[:1]
+
     def _index(self, seq: Sequence) -> "_Index":
         index = self._indexes.setdefault(seq, _Index())
+        if self._table is not None and index.seen < len(seq.tokens):
+            self._count(self._table, index, seq)
         for length, right in index.extend(seq.tokens, seq.prompt_len):
             index.rates[length - 1].add(right, 1)
             self._overall[length - 1].add(right, 1)
         return index
+
+    def _count(self, table: NgramTable, index: "_Index", seq: Sequence) -> None:
+        """Whether the table was right about what is new, and what it says comes next."""
+        for place in range(max(index.seen, seq.prompt_len, 1), len(seq.tokens)):
+            if (said := table.after(seq.tokens[max(0, place - max(TAILS)) : place])) is not None:
+                self._counted[_sureness(said)].add(said.token == seq.tokens[place], 1)
+        index.chain = table.chain(seq.tokens)
+
+
+def _sureness(said: Next) -> tuple[int, int]:
+    """Tokens of a table that are likely for the same reason, and about as much."""
+    return said.tail, int(8 * said.rate)
 
 
 class _Index:
     """Where each tail of a sequence last ended. The next token is foreseen to be the one at place `match`, before which
     the last `length` tokens stand; length 0: no tail is known."""
 
-    __slots__ = ("_after", "_seen", "length", "match", "rates")
+    __slots__ = ("_after", "chain", "length", "match", "rates", "seen")
 
     def __init__(self):
         self.match = self.length = 0
+        self.chain: list[Next] = []  # what the table says
         self.rates = [Rate() for _ in range(_LONGEST)]
         self._after: dict[tuple[int, ...], int] = {}
-        self._seen = 0
+        self.seen = 0  # tokens that were taken in
 
     def extend(self, tokens: list[int], prompt_len: int) -> list[tuple[int, bool]]:
         """Takes in what is new. For each generated token that was foreseen: the match's length, and whether it came."""
         learned = []
-        for end in range(self._seen + 1, len(tokens) + 1):
+        for end in range(self.seen + 1, len(tokens) + 1):
             if self.length and end > prompt_len:
                 learned.append((self.length, tokens[self.match] == tokens[end - 1]))
             self.length = 0
@@ -81,7 +118,7 @@ class _Index:
                 if found is not None and not self.length:
                     self.match, self.length = found, _common(tokens, found, end, key)
                 self._after[tail] = end
-        self._seen = len(tokens)
+        self.seen = len(tokens)
         return learned
 
     def continuation(self, tokens: list[int], count: int) -> list[int]:

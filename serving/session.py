@@ -14,6 +14,7 @@ from jaxserve.serving.draft import DraftProposer
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits, compiled_limits, load_runner, serving_limits
 from jaxserve.serving.ngram import NgramProposer
+from jaxserve.serving.ngram_table import NGRAMS, NgramTable
 from jaxserve.serving.request import Limits
 from jaxserve.serving.runner import Runner
 from jaxserve.serving.speculation import Speculation
@@ -71,7 +72,13 @@ class Session:
             advice = f"{self.folder} holds none; make one, such as with {how}"
         if not folder.is_dir():
             raise UserError(f"--speculate {proposer}: {advice}")
-        return Speculation(self._draft(folder), self.limits.row_sizes)
+        made = self._ngrams(folder) if (folder / NGRAMS).exists() else self._draft(folder)
+        return Speculation(made, self.limits.row_sizes)
+
+    def _ngrams(self, folder: pathlib.Path) -> NgramProposer:
+        """Prompt lookup with the table in `folder`; UserError when its tokens are not the target's."""
+        check_same_tokens(folder, load_tokenizer(folder), self.tokenizer)
+        return NgramProposer(NgramTable.load(folder / NGRAMS, self.limits.vocab_size))
 
     def _draft(self, folder: pathlib.Path) -> DraftProposer:
         """The artifact in `folder` as a draft; UserError when its tokens are not the target's."""

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from jaxserve.cli import main
-from jaxserve.distill import DistillOptions, Rows, answer_rows, distill
+from jaxserve.distill import DistillOptions, distill
+from jaxserve.distill_rows import Rows, answer_rows
 from jaxserve.errors import UserError
 from jaxserve.models.resolve import resolve
+from jaxserve.ngram_draft import _texts as ngram_texts
 from jaxserve.reporting import Reporter
+from jaxserve.serving.ngram_table import NGRAMS, NgramTable
 from jaxserve.student import Batch, divergence
 
 STEPS = 30
@@ -148,3 +151,34 @@ def test_divergence_is_that_of_the_distributions():
     np.testing.assert_allclose(divergence(a, b), (p * np.log(p / q)).sum(-1), rtol=1e-5)
     np.testing.assert_allclose(divergence(a, a), 0, atol=1e-6)
     assert Batch.of(np.zeros((1, 2), np.int32), np.zeros((1, 2), bool), 0).rows.size == 0
+
+
+# ---- tables of n-grams
+
+
+def test_ngrams_are_counted_and_held_out_texts_tell_how_right_they_are(tmp_path, stories_model, text, capsys):
+    command = ["distill", str(stories_model), "-o", str(tmp_path / "a"), "--ngrams", "--text", str(text), "--json"]
+    assert main(command) == 0
+    summary = json.loads(capsys.readouterr().out)
+    found = summary["acceptance"]["all"]
+    assert found["known"] > 0.9 and found["right"] > 0.7, "the text repeats itself"
+    assert summary["bytes"] == (tmp_path / "a" / NGRAMS).stat().st_size
+    assert len(NgramTable.load(tmp_path / "a" / NGRAMS, 512)) == summary["entries"] > 50
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+    assert main(command) == 2 and "exists and is not an empty folder" in capsys.readouterr().err
+    (tmp_path / "b").mkdir()
+    assert main([*command[:3], str(tmp_path / "b"), *command[4:-1]]) == 0
+    assert "known" in capsys.readouterr().out
+
+
+def test_of_a_row_only_what_the_target_said_is_counted():
+    rows = answer_rows([[1, 2, 3]] * 9, [[7, 8]] * 9, ("a",) * 9, 8, 4)
+    assert ngram_texts(rows, np.array([True] + [False] * 8)) == [([1, 2, 3, 7, 8, 0, 0, 0], [3, 4])]
+    assert ngram_texts(rows, rows.held_out()) == [([1, 2, 3, 7, 8, 0, 0, 0], [3, 4])] * 2
+
+
+def test_a_draft_is_trained_or_counted(tmp_path, stories_model, text, capsys):
+    for flags in ([], ["--ngrams", "--layers", "2"]):
+        with pytest.raises(SystemExit):
+            main(["distill", str(stories_model), "-o", str(tmp_path / "a"), "--text", str(text), *flags])
+        assert "--layers" in capsys.readouterr().err

@@ -39,6 +39,7 @@ WITHOUT_JAX = (
     "serving.scheduler",
     "serving.speculation",
     "serving.ngram",
+    "serving.ngram_table",
     "serving.draft",
 )
 UNSTABLE = ("jax.extend", "jax.interpreters", "jax._src")

@@ -1,14 +1,24 @@
 """jaxserve distill."""
 
 import argparse
+import dataclasses
 import json
 import pathlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.reporting import Reporter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="the target, as `jaxserve compile` takes it")
     parser.add_argument("-o", "--output", type=pathlib.Path, required=True, help="folder of the draft's checkpoint")
-    parser.add_argument("--layers", type=int, required=True, help="layers of the draft: the target's first, trained")
+    draft = parser.add_mutually_exclusive_group(required=True)
+    draft.add_argument("--layers", type=int, help="layers of the draft: the target's first, trained")
+    draft.add_argument(
+        "--ngrams", action="store_true",
+        help="train nothing and count what comes after the last tokens; for `serve --speculate` as it is",
+    )  # fmt: skip
     data = parser.add_argument_group("what to train on: one of these")
     data.add_argument("--text", type=pathlib.Path, metavar="FILE", help="UTF-8 text")
     data.add_argument("--prompts", type=pathlib.Path, metavar="FILE", help="questions as Spec-Bench has them (JSONL)")
@@ -27,15 +37,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from jaxserve.distill import DistillOptions, distill
-    from jaxserve.reporting import Reporter, print_table
+    from jaxserve.reporting import Reporter
 
-    values = {name: value for name, value in vars(options).items() if name not in ("command", "run", "json")}
-    report = Reporter()
-    summary = distill(DistillOptions(**values), report)
+    report, counted = Reporter(), options.ngrams
+    values = {name: value for name, value in vars(options).items() if name not in ("command", "run", "json", "ngrams")}
+    summary = _count(values, report) if counted else _train(values, report)
     if options.json:
         print(json.dumps(summary))
-        return 0
+    else:
+        _tell_counted(summary, report) if counted else _tell_trained(summary, report)
+    return 0
+
+
+def _train(values: dict[str, Any], report: "Reporter") -> dict[str, Any]:
+    from jaxserve.distill import DistillOptions, distill
+
+    return distill(DistillOptions(**values), report)
+
+
+def _count(values: dict[str, Any], report: "Reporter") -> dict[str, Any]:
+    from jaxserve.distill_rows import Source
+    from jaxserve.ngram_draft import count_ngrams
+
+    names = {field.name for field in dataclasses.fields(Source)}
+    return count_ngrams(Source(**{name: value for name, value in values.items() if name in names}), report)
+
+
+def _tell_counted(summary: dict[str, Any], report: "Reporter") -> None:
+    from jaxserve.reporting import print_table
+
+    title = f"{summary['entries']} n-grams ({summary['bytes'] / 1e3:.0f} kB) of {summary['tokens']} tokens"
+    rows = [(kind, each["known"], each["right"]) for kind, each in summary["acceptance"].items()]
+    print_table(title, ["kind", "known", "right of these"], rows)
+    report.note(f"done in {summary['seconds']} s; next: jaxserve serve ARTIFACT --speculate {summary['draft']}")
+
+
+def _tell_trained(summary: dict[str, Any], report: "Reporter") -> None:
+    from jaxserve.reporting import print_table
+
     rows = [
         (kind, each["cut"], each["distilled"], *each["expected_tokens"].values())
         for kind, each in summary["acceptance"].items()
@@ -45,4 +84,3 @@ def run(options: argparse.Namespace) -> int:
     )
     print_table(title, ["kind", "cut", "distilled", "K=1", "K=2", "K=4"], rows)
     report.note(f"done in {summary['seconds']} s; next: jaxserve compile {summary['draft']} -o DIR")
-    return 0

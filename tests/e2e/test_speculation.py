@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from jaxserve.distill import DistillOptions, distill
+from jaxserve.distill_rows import Source
 from jaxserve.errors import UserError
+from jaxserve.ngram_draft import count_ngrams
 from jaxserve.pallas_kernels._native import is_available
 from jaxserve.reporting import Reporter
 from jaxserve.serving.request import SamplingParams
@@ -142,6 +144,29 @@ def test_a_distilled_draft_learns_from_answers_and_changes_none(
     session.drafts[draft].warmup()
     assert answers(session, asked, speculation) == plain
     assert speculation.num_accepted > 10
+
+
+def test_counted_ngrams_change_no_answer(
+    session: Session, artifacts: pathlib.Path, stories_model: pathlib.Path, story: list[int], tmp_path: pathlib.Path
+):
+    """Counted in what the target's engine answers, and asked again."""
+    turns = ["Once upon a time, there was a", "Tom and Lily went to the", "One day, a little dog", "The sun was"] * 4
+    file, folder = tmp_path / "prompts.jsonl", tmp_path / "draft"
+    file.write_text("\n".join(json.dumps({"category": "story", "turns": [turn]}) for turn in turns))
+    source = Source(
+        model=str(stories_model), output=folder, prompts=file, artifact=artifacts / "stories-int8", answer_tokens=48
+    )
+    found = count_ngrams(source, Reporter(quiet=True))["acceptance"]
+    assert found.keys() == {"story", "all"} and found["all"]["right"] > 0.9, "each prompt was seen"
+    asked = [Ask(session.tokenizer.encode_prompt(turn), greedy(48)) for turn in turns[:4]]
+    asked += [Ask(story[:20], SamplingParams(max_tokens=40, **options)) for options in OPTIONS]
+    speculation = spendthrift(session, str(folder))
+    assert answers(session, asked, speculation) == answers(session, asked, None)
+    assert speculation.num_accepted > 100
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match="tokenizer"):
+        session.speculation(str(folder))
 
 
 def test_what_is_neither_known_nor_a_folder_is_refused(session: Session):

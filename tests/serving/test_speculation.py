@@ -3,9 +3,12 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
+from jaxserve.errors import UserError
 from jaxserve.serving.ngram import NgramProposer
+from jaxserve.serving.ngram_table import NGRAMS, Next, NgramTable
 from jaxserve.serving.request import GenerationRequest, Limits, SamplingParams, Sequence
 from jaxserve.serving.speculation import Rate, Speculation, StepCosts, expected_tokens
 
@@ -259,6 +262,67 @@ def test_extending_bit_by_bit_equals_all_at_once():
         bits.tokens = tokens[:end]
         proposer.rates(bits)
     assert proposer.propose({bits: 15})[bits] == proposer.propose({whole: 15})[whole]
+
+
+# ---- with a table
+
+
+def table(*texts, start=1):
+    return NgramTable.count((text, range(start, len(text))) for text in texts)
+
+
+def test_a_table_knows_what_mostly_follows():
+    counted = table([1, 2, 3, 4], [1, 2, 3, 4], [9, 2, 3, 5])
+    assert counted.after([1, 2, 3]) == Next(4, 1.4 / 2.3, 3)
+    assert counted.after([7, 2, 3]) == Next(4, 1.4 / 3.3, 2), "seen three times, twice with 4"
+    assert counted.after([3]) is None, "a single token must be seen four times"
+    assert counted.after([9, 9]) is None and counted.after([]) is None
+    assert [said.token for said in counted.chain([0, 1, 2])] == [3, 4], "after 1, 2, 3, 4 nothing is known"
+    assert len(table([1] * 9).chain([1])) == 6
+    assert table([1, 2, 3, 4], [1, 2, 3, 4], start=3).after([1, 2]) is None, "prompts are not counted"
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path):
+    counted = table([1, 2, 3, 4] * 8, [1, 3] * 9)
+    counted.save(tmp_path / NGRAMS)
+    read = NgramTable.load(tmp_path / NGRAMS, 5)
+    for tail in itertools.product(range(5), repeat=3):
+        assert read.chain(tail) == [said._replace(rate=float(np.float32(said.rate))) for said in counted.chain(tail)]
+    with pytest.raises(UserError, match="more than 4 tokens"):
+        NgramTable.load(tmp_path / NGRAMS, 4)
+    table().save(tmp_path / NGRAMS)
+    assert len(NgramTable.load(tmp_path / NGRAMS, 5)) == 0
+    whole = (tmp_path / NGRAMS).read_bytes()
+    flipped = bytearray(whole)
+    flipped[60] ^= 255
+    for damaged in (b"", whole[:-30], b"PK" + bytes(50), b"no table", bytes(flipped)):
+        (tmp_path / NGRAMS).write_bytes(damaged)
+        with pytest.raises(UserError, match="damaged"):
+            NgramTable.load(tmp_path / NGRAMS, 5)
+
+
+def test_what_is_likelier_is_proposed():
+    proposer = NgramProposer(table(*[[1, 2, 3, 4]] * 9))
+    nothing, both = sequence([8, 9, 1, 2]), sequence([1, 2, 7, 7, 1, 2])
+    assert proposer.propose({nothing: 5}) == {nothing: [3, 4]}
+    assert proposer.rates(nothing) == [pytest.approx(8.4 / 9.3)] * 2
+    assert proposer.propose({nothing: 1}) == {nothing: [3]}
+    assert proposer.propose({both: 2}) == {both: [3, 4]}, "0.9 is more than a match of two tokens says"
+    assert proposer.propose({sequence([7, 8, 9]): 4}).popitem()[1] == []
+    weak = NgramProposer(table([1, 2, 3], [1, 2, 3], [1, 2, 4]))
+    assert weak.propose({both: 3}) == {both: [7, 7, 1]}, "0.42 is less"
+
+
+def test_a_table_that_is_wrong_is_no_longer_asked():
+    proposer, seq = NgramProposer(table(*[[1, 2, 3]] * 9)), sequence([1, 2], 2)
+    start = proposer.rates(seq)
+    for token in (4, 1, 2) * 9:  # the table says 3 after 1, 2
+        seq.tokens.append(token)
+        proposer.rates(seq)
+    assert proposer.propose({seq: 1}) == {seq: [4]} and proposer.rates(sequence([9, 1, 2]))[0] < start[0] / 2
+    taught = NgramProposer(table(*[[1, 2, 3]] * 9))
+    prompt = sequence([1, 2, 4] * 9)
+    assert taught.rates(prompt) and taught.rates(sequence([9, 1, 2])) == start, "prompts teach nothing"
 
 
 def test_row_sizes_are_those_of_limits():

@@ -105,6 +105,11 @@ def _answer_rows(options: Source, tokenizer: Tokenizer, report: Reporter) -> Row
     session = Session(options.artifact, LowerLimits(), report.note)
     check_same_tokens(options.artifact, session.tokenizer, tokenizer)
     longest = session.limits.max_model_len - options.answer_tokens
+    if options.answer_tokens < 1 or longest < 1:
+        most = session.limits.max_model_len - 1
+        raise UserError(
+            f"--answer-tokens {options.answer_tokens} is not between 1 and {most}, what {options.artifact} has room for"
+        )
     prompts = [prompt_ids(session.tokenizer, turn, longest) for _, turn in questions]
     with session.running() as engine, report.stage("answers", str(options.artifact), len(prompts)) as stage:
         answers = asyncio.run(_answers(engine, prompts, options.answer_tokens, stage.advance))

@@ -29,8 +29,8 @@ def count_ngrams(source: Source, report: Reporter) -> dict[str, Any]:
     folder = source.output
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"-o {folder} exists and is not an empty folder; name another one")
-    whole = dataclasses.replace(source, length=source.answer_tokens + max(TAILS))  # an answer with what is before it
-    rows = make_rows(whole, checkpoint, report)
+    length = min(source.answer_tokens + max(TAILS), checkpoint.config.max_positions)  # an answer and what is before it
+    rows = make_rows(dataclasses.replace(source, length=max(2, length)), checkpoint, report)
     held_out = rows.held_out()
     table = NgramTable.count(_texts(rows, ~held_out))
     folder.parent.mkdir(parents=True, exist_ok=True)

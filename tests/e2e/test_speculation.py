@@ -1,5 +1,6 @@
 """Speculation on a real artifact with native kernels: the same answers, whatever proposes, and nothing is compiled."""
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator
@@ -163,6 +164,10 @@ def test_counted_ngrams_change_no_answer(
     speculation = spendthrift(session, str(folder))
     assert answers(session, asked, speculation) == answers(session, asked, None)
     assert speculation.num_accepted > 100
+    for tokens in (0, 10_000):
+        with pytest.raises(UserError, match=f"--answer-tokens {tokens} is not between 1 and"):
+            unwanted = dataclasses.replace(source, output=tmp_path / "none", answer_tokens=tokens)
+            count_ngrams(unwanted, Reporter(quiet=True))
     for file in folder.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(UserError, match="tokenizer"):

@@ -159,7 +159,7 @@ class NumberCheck:
                 elif path not in written:
                     var = before.var(path)
                     written[path] = values[var] if var in values else self._elsewhere(var)
-                reads.append(np.asarray(written[path], np.float32))
+                reads.append(_readable(written[path]))
             results = [dense(value) for value in edit.function(*reads)]
             if len(results) != len(edit.writes):
                 raise VerifyError(
@@ -189,12 +189,17 @@ class NumberCheck:
         """For a parameter that the region does not read: one row again and again, which takes no memory. An edit may
         read one of every layer, and the model need not fit into memory."""
         shape = spec_of(var).shape
-        return np.broadcast_to(self._numbers(shape[-1:], spec_of(var).dtype).astype(np.float32), shape)
+        return np.broadcast_to(_readable(self._numbers(shape[-1:], spec_of(var).dtype)), shape)
 
     def _numbers(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         if jnp.issubdtype(dtype, jnp.floating):
             return self._rng.standard_normal(shape, np.float32).astype(dtype)
         return self._rng.integers(0, 2, shape, np.uint8).astype(dtype)
+
+
+def _readable(array: np.ndarray) -> np.ndarray:
+    """As edits are given it: in float32, but codes of a byte as they are, since a stack has those of every layer."""
+    return array if array.dtype.itemsize == 1 else np.asarray(array, np.float32)
 
 
 def _input_scale(before: Graph, replaced: Replaced, values: Values) -> np.ndarray:

@@ -17,7 +17,7 @@ from jaxserve.questions import prompt_ids, read_questions
 from jaxserve.reporting import Reporter
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits
-from jaxserve.serving.request import GenerationRequest, SamplingParams
+from jaxserve.serving.request import GenerationRequest, InvalidRequest, SamplingParams
 from jaxserve.serving.session import Session, check_same_tokens
 from jaxserve.student import Batch
 from jaxserve.text import Tokenizer, encode_text
@@ -79,6 +79,10 @@ def make_rows(options: Source, checkpoint: Checkpoint, report: Reporter) -> Rows
         raise UserError(f"--length {options.length} is not between 2 and {checkpoint.config.max_positions}")
     if (options.text is None) == (options.prompts is None):
         raise UserError("say what to train on: either --text FILE or --prompts FILE")
+    if options.text is not None and options.artifact is not None:
+        raise UserError("--artifact answers --prompts; with --text leave it out")
+    if options.answer_tokens < 1:
+        raise UserError(f"--answer-tokens {options.answer_tokens} is less than 1")
     tokenizer = open_tokenizer(checkpoint)
     if options.text is not None:
         rows = text_rows(tokenizer, checkpoint.config.vocab, read_text(options.text), options.length)
@@ -105,7 +109,7 @@ def _answer_rows(options: Source, tokenizer: Tokenizer, report: Reporter) -> Row
     session = Session(options.artifact, LowerLimits(), report.note)
     check_same_tokens(options.artifact, session.tokenizer, tokenizer)
     longest = session.limits.max_model_len - options.answer_tokens
-    if options.answer_tokens < 1 or longest < 1:
+    if longest < 1:
         most = session.limits.max_model_len - 1
         raise UserError(
             f"--answer-tokens {options.answer_tokens} is not between 1 and {most}, what {options.artifact} has room for"
@@ -124,10 +128,13 @@ async def _answers(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: i
 
     async def one(number: int, prompt: tuple[int, ...]) -> list[int]:
         ids: list[int] = []
-        async for output in engine.submit(GenerationRequest(f"distill-{number}", prompt, params)):
-            if output.error:
-                raise UserError(f"prompt {number}: {output.error}")
-            ids += output.token_ids
+        try:
+            async for output in engine.submit(GenerationRequest(f"distill-{number}", prompt, params)):
+                if output.error:
+                    raise UserError(f"prompt {number}: {output.error}")
+                ids += output.token_ids
+        except InvalidRequest as error:
+            raise UserError(f"prompt {number}: {error}") from None
         advance()
         return ids
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 import shutil
 import tempfile
 import time
@@ -26,14 +27,17 @@ def count_ngrams(source: Source, report: Reporter) -> dict[str, Any]:
     """
     start = time.perf_counter()
     checkpoint = resolve(source.model)
-    folder = source.output
+    folder = Path(os.path.realpath(source.output))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"-o {folder} exists and is not an empty folder; name another one")
+        raise UserError(f"-o {source.output} exists and is not an empty folder; name another one")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"-o {source.output}: {error.strerror}; name another folder") from None
     length = min(source.answer_tokens + max(TAILS), checkpoint.config.max_positions)  # an answer and what is before it
     rows = make_rows(dataclasses.replace(source, length=max(2, length)), checkpoint, report)
     held_out = rows.held_out()
     table = NgramTable.count(_texts(rows, ~held_out))
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         part = Path(scratch) / folder.name
         part.mkdir()
@@ -43,7 +47,7 @@ def count_ngrams(source: Source, report: Reporter) -> dict[str, Any]:
             folder.rmdir()
         shutil.move(part, folder)
     return {
-        "draft": str(folder),
+        "draft": str(source.output),
         "entries": len(table),
         "bytes": (folder / NGRAMS).stat().st_size,
         "tokens": sum(len(places) for _, places in _texts(rows, ~held_out)),

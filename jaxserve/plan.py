@@ -109,11 +109,11 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
             )
         )
     passes = select(passes, options.disabled, options.stop_after)
-    _check_printed(options.print_ir_after, [step.name for step in passes])
     activations = "bf16" if any(isinstance(step, NarrowMatmul) for step in passes) else "f32"
     page = next((step.page for step in passes if isinstance(step, InsertPagedKv)), page)
     target = find_target(options.target)
     passes = for_platform(passes, target.platform)
+    _check_printed(options.print_ir_after, [step.name for step in passes])
     if isinstance(target, Gpu) and not options.kv_tokens and any(isinstance(step, InsertPagedKv) for step in passes):
         graph = small_graph(checkpoint.config, stored_forms(checkpoint), passes)
         options = dataclasses.replace(options, kv_tokens=pool_tokens(graph, target))

@@ -3,6 +3,7 @@
 import collections
 import json
 import pathlib
+from typing import Any
 
 from jaxserve.errors import UserError
 from jaxserve.text import Tokenizer
@@ -16,17 +17,24 @@ def read_questions(path: pathlib.Path, every: int, flag: str) -> list[tuple[str,
     UserError, which names the flag that gave the path, for another file.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        found = [("mt_bench" if q["category"] in MT_BENCH else q["category"], q["turns"][0]) for q in lines]
+        lines = [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
+        found = [(_some(str, q["category"]), _some(str, _some(list, q["turns"])[0])) for q in lines]
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(f"{flag} {path}: not the questions of Spec-Bench ({error!r:.80})") from None
     seen = collections.Counter[str]()
     chosen = []
-    for category, turn in found:
+    for kind, turn in found:
+        category = "mt_bench" if kind in MT_BENCH else kind
         if seen[category] % every == 0:
             chosen.append((category, turn))
         seen[category] += 1
     return chosen
+
+
+def _some[T](kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind) or not value:
+        raise TypeError(f"{value!r:.20} is no {kind.__name__}, or an empty one")
+    return value
 
 
 def prompt_ids(tokenizer: Tokenizer, turn: str, most: int) -> tuple[int, ...]:

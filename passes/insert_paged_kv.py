@@ -144,7 +144,8 @@ def _batch(
     values: Values,
 ) -> tuple[Values, Values] | None:
     """The same ragged batch in both spellings: fresh sequences of nearly equal lengths on shuffled pages. Slots that
-    nobody has written hold NaN or any code.
+    nobody has written hold NaN or any code. The pool has no more pages than twice what the batch fills: one for a card
+    would not fit into the memory of the machine that compiles.
 
     None for a bucket of more tokens than its sequences can hold in the cache: another bucket is checked.
     """
@@ -158,7 +159,8 @@ def _batch(
     positions = np.concatenate([np.arange(count) for count in counts]).astype(np.int32)
     segments = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
     tables = np.zeros((kv.seqs, kv.pages_per_seq), np.int32)
-    free = rng.permutation(kv.num_pages)
+    pages = min(kv.num_pages, 2 * int(needed.sum()))
+    free = rng.permutation(pages)
     for row, count in enumerate(needed):
         tables[row, :count], free = free[:count], free[count:]
     slots = tables[segments, positions // page] * page + positions % page
@@ -167,9 +169,10 @@ def _batch(
     old = {operands[3]: positions, operands[4]: segments}
     ragged = (slots, tables, starts, padded.astype(np.int32))
     new = {**old, **dict(zip(arguments, ragged, strict=True))}
-    new |= {cache: _unwritten(spec_of(cache)) for cache in caches}
+    new |= {cache: _unwritten(spec_of(cache), pages) for cache in caches}
     return old, new
 
 
-def _unwritten(cache: jax.ShapeDtypeStruct) -> np.ndarray:
-    return np.full(cache.shape, np.nan if jnp.issubdtype(cache.dtype, jnp.floating) else 255)
+def _unwritten(cache: jax.ShapeDtypeStruct, pages: int) -> np.ndarray:
+    layers, _, *rest = cache.shape
+    return np.full((layers, pages, *rest), np.nan if jnp.issubdtype(cache.dtype, jnp.floating) else 255)

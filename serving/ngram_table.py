@@ -16,6 +16,12 @@ NGRAMS = "ngrams.npz"  # the file in the folder of such a draft
 TAILS = (3, 2, 1)  # how many last tokens are looked up; the likeliest of what they say counts
 _SEEN = {3: 2, 2: 2, 1: 4}  # how often a tail must have been seen: a single token says little
 _DEPTH = 6  # proposals in a row: what is likely after what is likely is not likely for long
+# What numpy and zipfile raise for bytes that are no such file; RuntimeError where they seem to be encrypted, or packed
+# in a way that is not known, MemoryError where they promise too much.
+_UNREADABLE = (
+    *(OSError, TypeError, ValueError, KeyError, EOFError, RuntimeError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error),
+)
 
 
 class Next(NamedTuple):
@@ -89,11 +95,10 @@ class NgramTable:
         try:
             with file.open("rb") as opened, np.load(opened, allow_pickle=False) as data:
                 tails, tokens, rates = (data[name] for name in ("tails", "tokens", "rates"))
-        except (OSError, TypeError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except _UNREADABLE as error:
             raise UserError(f"{file}: no table of n-grams, or a damaged one ({error}); make it again") from error
-        count = len(tails)
-        shaped = tails.shape == (count, max(TAILS)) and tokens.shape == rates.shape == (count,)
-        whole = shaped and all(np.issubdtype(ids.dtype, np.integer) for ids in (tails, tokens))
+        shaped = tails.shape == (tokens.size, max(TAILS)) and tokens.shape == rates.shape == (tokens.size,)
+        whole = shaped and (tails.dtype, tokens.dtype, rates.dtype) == (np.int32, np.int32, np.float32)
         if not (
             whole and _within(tails, -1, vocab_size) and _within(tokens, 0, vocab_size) and _within(rates, 0, 1.01)
         ):

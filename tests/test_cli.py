@@ -168,6 +168,10 @@ CALIBRATED = "canonicalize,lower-dense-matmul,prune,insert-paged-kv"
         (["--disable-pass", "fuse-all"], "no pass 'fuse-all' in this pipeline; it has: canonicalize"),
         (["--stop-after", "fuse-all"], "no pass 'fuse-all' in this pipeline"),
         (["--print-ir-after", "fuse-all"], "--print-ir-after 'fuse-all': what runs is trace, canonicalize"),
+        (
+            ["--recipe", "fp8", "--print-ir-after", "quantize-norm"],
+            "--print-ir-after 'quantize-norm': what runs is trace, canonicalize",
+        ),
         (["--pipeline", "canonicalize,fly"], "unknown pass 'fly'; known: canonicalize"),
         (["--pipeline", "insert-paged-kv{leaf=3}"], "unknown option 'leaf'; options: page, kv"),
         (["--pipeline", "canonicalize"], "does not insert a KV cache"),

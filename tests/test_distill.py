@@ -1,10 +1,12 @@
 """Drafts trained from a tiny model: what they learn, and that a killed run goes on."""
 
+import asyncio
 import json
 import pathlib
 import subprocess
 import sys
 import time
+import types
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,13 @@ import pytest
 
 from jaxserve.cli import main
 from jaxserve.distill import DistillOptions, distill
-from jaxserve.distill_rows import Rows, answer_rows
+from jaxserve.distill_rows import Rows, _answers, answer_rows
 from jaxserve.errors import UserError
 from jaxserve.models.resolve import resolve
 from jaxserve.ngram_draft import _texts as ngram_texts
 from jaxserve.reporting import Reporter
 from jaxserve.serving.ngram_table import NGRAMS, NgramTable
+from jaxserve.serving.request import InvalidRequest
 from jaxserve.student import Batch, divergence
 
 STEPS = 30
@@ -153,6 +156,15 @@ def test_divergence_is_that_of_the_distributions():
     assert Batch.of(np.zeros((1, 2), np.int32), np.zeros((1, 2), bool), 0).rows.size == 0
 
 
+def test_a_prompt_that_the_target_refuses_is_told():
+    async def submit(request):
+        raise InvalidRequest("prompt", "holds token 600, the vocabulary has 512")
+        yield
+
+    with pytest.raises(UserError, match="prompt 0: prompt: holds token 600"):
+        asyncio.run(_answers(types.SimpleNamespace(submit=submit), [(600,)], 8, lambda: None))  # type: ignore[arg-type]
+
+
 # ---- tables of n-grams
 
 
@@ -182,3 +194,26 @@ def test_a_draft_is_trained_or_counted(tmp_path, stories_model, text, capsys):
         with pytest.raises(SystemExit):
             main(["distill", str(stories_model), "-o", str(tmp_path / "a"), "--text", str(text), *flags])
         assert "--layers" in capsys.readouterr().err
+
+
+def test_what_counting_does_not_take_is_refused_and_not_ignored(tmp_path, stories_model, text, capsys):
+    command = ["distill", str(stories_model), "-o", str(tmp_path / "a"), "--ngrams", "--text", str(text)]
+    for flags, words in (
+        (["--length", "5", "--save-every", "9"], "--ngrams trains nothing: leave out --length, --save-every"),
+        (["--artifact", str(tmp_path)], "--artifact answers --prompts; with --text leave it out"),
+        (["--answer-tokens", "-50"], "--answer-tokens -50 is less than 1"),
+    ):
+        assert main([*command, *flags]) == 2 and words in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_table_is_written_where_it_can_be_or_nowhere(tmp_path, stories_model, text, capsys, monkeypatch):
+    command = ["distill", str(stories_model), "--ngrams", "--text", str(text), "-o"]
+    (tmp_path / "file").touch()
+    assert main([*command, str(tmp_path / "file" / "a")]) == 2
+    assert "file/a: File exists; name another folder" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    assert main([*command, str(tmp_path / "link")]) == 0 and (tmp_path / "target" / NGRAMS).exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main([*command, "."]) == 0 and (tmp_path / "here" / NGRAMS).exists()

@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--artifact", type=pathlib.Path, metavar="DIR", help="the compiled target, which answers prompts")
     data.add_argument("--answer-tokens", type=int, default=64, help="most tokens of an answer (default 64)")
     training = parser.add_argument_group("training; a run that was killed goes on with the same flags")
-    training.add_argument("--length", type=int, default=128, help="tokens of a sequence (default 128)")
-    training.add_argument("--batch", type=int, default=4, help="sequences a step (default 4)")
-    training.add_argument("--steps", type=int, default=500, help="steps (default 500)")
-    training.add_argument("--minutes", type=float, default=0.0, help="stop training after so long (default: no limit)")
-    training.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW, at its highest (default 0.001)")
-    training.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
-    training.add_argument("--seed", type=int, default=0, help="of the order of sequences (default 0)")
-    training.add_argument("--save-every", type=int, default=50, metavar="N", help="steps (default 50)")
+    training.add_argument("--length", type=int, help="tokens of a sequence (default 128)")
+    training.add_argument("--batch", type=int, help="sequences a step (default 4)")
+    training.add_argument("--steps", type=int, help="steps (default 500)")
+    training.add_argument("--minutes", type=float, help="stop training after so long (default: no limit)")
+    training.add_argument("--learning-rate", type=float, help="of AdamW, at its highest (default 0.001)")
+    training.add_argument("--dtype", choices=("float32", "bfloat16"), help="to compute in (default float32)")
+    training.add_argument("--seed", type=int, help="of the order of sequences (default 0)")
+    training.add_argument("--save-every", type=int, metavar="N", help="steps (default 50)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
 
 
@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     from jaxserve.reporting import Reporter
 
     report, counted = Reporter(), options.ngrams
-    values = {name: value for name, value in vars(options).items() if name not in ("command", "run", "json", "ngrams")}
+    known = ("command", "run", "json", "ngrams")
+    values = {name: value for name, value in vars(options).items() if name not in known and value is not None}
     summary = _count(values, report) if counted else _train(values, report)
     if options.json:
         print(json.dumps(summary))
@@ -57,10 +58,14 @@ def _train(values: dict[str, Any], report: "Reporter") -> dict[str, Any]:
 
 def _count(values: dict[str, Any], report: "Reporter") -> dict[str, Any]:
     from jaxserve.distill_rows import Source
+    from jaxserve.errors import UserError
     from jaxserve.ngram_draft import count_ngrams
 
-    names = {field.name for field in dataclasses.fields(Source)}
-    return count_ngrams(Source(**{name: value for name, value in values.items() if name in names}), report)
+    taken = {field.name for field in dataclasses.fields(Source)} - {"length"}
+    if idle := sorted(values.keys() - taken):
+        flags = ", ".join("--" + name.replace("_", "-") for name in idle)
+        raise UserError(f"--ngrams trains nothing: leave out {flags}")
+    return count_ngrams(Source(**values), report)
 
 
 def _tell_counted(summary: dict[str, Any], report: "Reporter") -> None:

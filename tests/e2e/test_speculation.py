@@ -164,8 +164,8 @@ def test_counted_ngrams_change_no_answer(
     speculation = spendthrift(session, str(folder))
     assert answers(session, asked, speculation) == answers(session, asked, None)
     assert speculation.num_accepted > 100
-    for tokens in (0, 10_000):
-        with pytest.raises(UserError, match=f"--answer-tokens {tokens} is not between 1 and"):
+    for tokens, words in ((0, "less than 1"), (10_000, "not between 1 and")):
+        with pytest.raises(UserError, match=f"--answer-tokens {tokens} is {words}"):
             unwanted = dataclasses.replace(source, output=tmp_path / "none", answer_tokens=tokens)
             count_ngrams(unwanted, Reporter(quiet=True))
     for file in folder.glob("tokenizer*"):

@@ -21,7 +21,19 @@ def test_questions_by_category(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["{}", "no json", '{"category": "rag", "turns": []}'])
+def test_a_turn_may_hold_any_character(tmp_path):
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps({"category": "rag", "turns": ["two\u2028lines"]}, ensure_ascii=False), encoding="utf-8")
+    assert read_questions(file, 1, "--questions") == [("rag", "two\u2028lines")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{}", "no json", '{"category": "rag", "turns": []}', '{"category": "rag", "turns": "one"}'),
+        *('{"category": "rag", "turns": [5]}', '{"category": "rag", "turns": [""]}', '{"category": 5, "turns": ["a"]}'),
+    ],
+)
 def test_other_files_are_refused(tmp_path, text):
     file = tmp_path / "q.jsonl"
     file.write_text(text)

@@ -3,7 +3,9 @@
 The texts are in tests/golden/. JAXSERVE_UPDATE_GOLDENS=1 writes them anew; read the difference before keeping it.
 """
 
+import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -15,6 +17,7 @@ import pytest
 from jaxserve.lowering import trace_model
 from jaxserve.pallas_kernels import QuantFormat, RopeSpec, attention, dense_matmul, quantized_matmul, rms_norm, rope
 from jaxserve.passes.graph import Graph
+from jaxserve.passes.verify import VerifyError
 from tests.passes import scale_cases
 from tests.passes.helpers import (
     assert_same_results,
@@ -464,6 +467,17 @@ def test_a_norm_in_codes_gives_the_same_bytes(before, build):
     expected = graph.call_references(values)
     for name, found in result.graph.call_references(values).items():
         np.testing.assert_array_equal(found, expected[name])
+
+
+@pytest.mark.parametrize(("slip", "refused"), [(2.0**-20, False), (2.0**-5, True)])
+def test_a_norm_in_codes_may_differ_in_the_last_bits_and_no_more(slip, refused, monkeypatch):
+    """Some numbers then get the code beside theirs."""
+    pass_module = importlib.import_module("jaxserve.passes.quantize_norm")
+    real = pass_module.quantized_norm
+    monkeypatch.setattr(pass_module, "quantized_norm", lambda x, w, **options: real(x, (1 + slip) * w, **options))
+    before = pipeline(norms_that_stay_in_floats(), "canonicalize", numbers=False).graph
+    with pytest.raises(VerifyError, match="alike moved by") if refused else contextlib.nullcontext():
+        pipeline(before, "quantize-norm")
 
 
 def test_goldens_and_cases_are_the_same_set():

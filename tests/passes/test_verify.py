@@ -338,6 +338,14 @@ def test_a_bucket_that_cannot_hold_its_tokens_is_not_run():
     assert numbers.checked == 0
 
 
+def test_a_pool_that_fills_a_card_is_checked_in_little_memory():
+    """The checks run where the model is compiled, which need not have the memory of the card that it is for."""
+    numbers = NumberCheck()
+    context = Context(KvGeometry(num_pages=2**40, pages_per_seq=4, seqs=2))
+    run_pipeline(trace_tiny(), parse_spec("insert-paged-kv{page=4,kv=f32}"), context, [Verifier(numbers)])
+    assert numbers.checked == 1
+
+
 def test_paged_attention_that_forgets_the_window_is_caught(monkeypatch):
     from jaxserve.passes import insert_paged_kv
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -299,6 +300,45 @@ def test_a_table_is_read_as_it_was_written(tmp_path):
         (tmp_path / NGRAMS).write_bytes(damaged)
         with pytest.raises(UserError, match="damaged"):
             NgramTable.load(tmp_path / NGRAMS, 5)
+
+
+def test_whatever_byte_is_damaged_a_table_is_refused_or_the_same(tmp_path):
+    counted, file = table([1, 2, 3, 4] * 8), tmp_path / NGRAMS
+    counted.save(file)
+    whole = file.read_bytes()
+    expected = NgramTable.load(file, 5)._entries
+    refused = 0
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert NgramTable.load(file, 5)._entries == expected
+        except UserError:
+            refused += 1
+    assert refused > len(whole) / 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(tails=np.int32(3)),
+        dict(tails=np.zeros((2, 3), np.int32)),
+        dict(tokens=np.array([1.0])),
+        dict(rates=np.array(["likely"])),
+        dict(rates=np.array([0.5 + 0j])),
+        dict(rates=np.array([np.nan], np.float32)),
+        dict(rates=np.array([2.0], np.float32)),
+        dict(rates=np.array(["2020-01-01"], "M8[D]")),
+    ],
+)
+def test_arrays_that_are_no_table_are_refused(changed, tmp_path):
+    arrays: dict[str, Any] = dict(
+        tails=np.array([[-1, 1, 2]], np.int32), tokens=np.array([1], np.int32), rates=np.array([0.5], np.float32)
+    )
+    np.savez(tmp_path / NGRAMS, **arrays)
+    assert len(NgramTable.load(tmp_path / NGRAMS, 5)) == 1
+    np.savez(tmp_path / NGRAMS, **arrays | changed)
+    with pytest.raises(UserError, match="damaged"):
+        NgramTable.load(tmp_path / NGRAMS, 5)
 
 
 def test_what_is_likelier_is_proposed():

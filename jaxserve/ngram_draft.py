@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import os
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -36,8 +35,8 @@ def count_ngrams(source: Source, report: Reporter) -> dict[str, Any]:
         raise UserError(f"-o {source.output}: {error.strerror}; name another folder") from None
     length = min(source.answer_tokens + max(TAILS), checkpoint.config.max_positions)  # an answer and what is before it
     rows = make_rows(dataclasses.replace(source, length=max(2, length)), checkpoint, report)
-    held_out = rows.held_out()
-    table = NgramTable.count(_texts(rows, ~held_out))
+    texts = _texts(rows, ~rows.held_out())
+    table = NgramTable.count(texts)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         part = Path(scratch) / folder.name
         part.mkdir()
@@ -45,12 +44,12 @@ def count_ngrams(source: Source, report: Reporter) -> dict[str, Any]:
         table.save(part / NGRAMS)
         if folder.exists():
             folder.rmdir()
-        shutil.move(part, folder)
+        part.rename(folder)
     return {
         "draft": str(source.output),
         "entries": len(table),
         "bytes": (folder / NGRAMS).stat().st_size,
-        "tokens": sum(len(places) for _, places in _texts(rows, ~held_out)),
+        "tokens": sum(len(places) for _, places in texts),
         "acceptance": _acceptance(table, rows),
         "seconds": round(time.perf_counter() - start, 1),
     }

@@ -32,15 +32,15 @@ class NgramProposer:
         self._counted: dict[tuple[int, int], Rate] = collections.defaultdict(Rate)  # of the table, by _sureness
 
     def rates(self, seq: Sequence) -> list[float]:
-        index = self._index(seq)
-        return self._rates_counted(index) if self._prefers_table(index) else self._rates_found(index)
+        return self._likelier(self._index(seq))[0]
 
     def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         made = {}
         for seq, count in wanted.items():
             index = self._index(seq)
+            _, by_table = self._likelier(index)
             counted = [said.token for said in index.chain[:count]]
-            made[seq] = counted if self._prefers_table(index) else index.continuation(seq.tokens, count)
+            made[seq] = counted if by_table else index.continuation(seq.tokens, count)
         return made
 
     def seconds(self, count: int) -> float:
@@ -66,9 +66,10 @@ class NgramProposer:
     def _rates_counted(self, index: "_Index") -> list[float]:
         return [self._counted[_sureness(each)].value(prior=each.rate) for each in index.chain]
 
-    def _prefers_table(self, index: "_Index") -> bool:
-        """Whether the first token that it says is the likelier one, be it that nothing else is known."""
-        return self._rates_counted(index)[:1] > self._rates_found(index)[:1]
+    def _likelier(self, index: "_Index") -> tuple[list[float], bool]:
+        """The rates of whichever says the likelier first token, and whether that is the table."""
+        found, counted = self._rates_found(index), self._rates_counted(index)
+        return (counted, True) if counted[:1] > found[:1] else (found, False)
 
     def _index(self, seq: Sequence) -> "_Index":
         index = self._indexes.setdefault(seq, _Index())

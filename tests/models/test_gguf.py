@@ -86,6 +86,17 @@ def test_every_type_reads_as_the_package_dequantizes_it(tmp_path, name):
     np.testing.assert_array_equal(store.read("pad.weight"), np.ones(3, np.float32))
 
 
+def stored(folder, blocks, kind):
+    """A GGUF file that holds these blocks as its only tensor, w.weight."""
+    writer = gguf.GGUFWriter(folder / "t.gguf", "llama")
+    writer.add_tensor("w.weight", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFStore(folder / "t.gguf")
+
+
 @pytest.mark.parametrize("name", [*NATIVE, *ROUNDED])
 def test_blocks_that_are_not_finite_are_read_without_a_warning(tmp_path, name):
     """They are refused by name afterwards, as in every checkpoint."""
@@ -96,13 +107,7 @@ def test_blocks_that_are_not_finite_are_read_without_a_warning(tmp_path, name):
         blocks[2, place : place + 2] = 0x00, 0x7C  # an infinite scale, times codes and factors of which some are 0
     if not places:
         blocks[2] = 0xFF
-    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
-    writer.add_tensor("w.weight", blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    store = GGUFStore(tmp_path / "t.gguf")
+    store = stored(tmp_path, blocks, kind)
     native = store.read_native("w.weight")
     scale = native.arrays["scale"] if isinstance(native, QuantizedTensor) else native
     for array in (store.read("w.weight"), scale):
@@ -136,13 +141,7 @@ def test_native_blocks_keep_every_bit(tmp_path, name):
     """Blocks -> our arrays -> blocks gives the same bytes, so nothing was rounded on the way."""
     kind = gguf.GGMLQuantizationType[name]
     blocks = random_blocks(kind, 10, 96)
-    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
-    writer.add_tensor("w.weight", blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    native = GGUFStore(tmp_path / "t.gguf").read_native("w.weight")
+    native = stored(tmp_path, blocks, kind).read_native("w.weight")
     assert isinstance(native, QuantizedTensor)
     np.testing.assert_array_equal(repack(native, name), blocks)
 

@@ -16,6 +16,7 @@ from jaxserve._compat import spec_of
 from jaxserve.artifact import ArtifactWriter
 from jaxserve.errors import UserError
 from jaxserve.final_weights import FinalWeights, calibration_text, check_calibration, write_weights
+from jaxserve.look_ahead import load_head
 from jaxserve.lowering import specs_of
 from jaxserve.manifest import (
     CacheGroup,
@@ -71,7 +72,10 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
         folder.mkdir()
         checkpoint.write_tokenizer(folder)
         tokenizer = _load_copied_tokenizer(folder, checkpoint.origin)
-        plan = make_plan(options, checkpoint, min(checkpoint.config.vocab, tokenizer.vocab_size))
+        vocab, head = min(checkpoint.config.vocab, tokenizer.vocab_size), None
+        if options.look_ahead is not None:
+            head = load_head(options.look_ahead, checkpoint.config.width, vocab, tokenizer)
+        plan = make_plan(options, checkpoint, vocab, head)
         _need_paged_kv(plan.passes)
         result = _run_reference(plan, options, report, writer)
         text = calibration_text(options.calibration, result, tokenizer, checkpoint.config)
@@ -243,6 +247,7 @@ def _manifest(
             page_size=limits.page_size,
             num_pages=limits.num_pages,
             vocab_size=limits.vocab_size,
+            look_ahead=limits.look_ahead,
         ),
         pass_spec=plan.spec,
         passes=tuple(_pass_record(stage) for stage in result.stages),

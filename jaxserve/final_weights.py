@@ -1,6 +1,7 @@
 """The weights of an artifact: calibrated where passes ask for it, pulled through all edits, written one at a time."""
 
 import dataclasses
+import itertools
 import math
 import shutil
 import time
@@ -21,6 +22,7 @@ from jaxserve.calibration import (
 )
 from jaxserve.error_meter import ErrorMeter, OutputError
 from jaxserve.errors import UserError
+from jaxserve.look_ahead import head_arrays
 from jaxserve.manifest import ArraySpec, CalibrationRecord
 from jaxserve.models.config import ModelConfig
 from jaxserve.passes.pipeline import PipelineResult
@@ -76,9 +78,13 @@ def write_weights(
             lambda tokens: plan.trace(tokens, tokens), plan.passes, plan.checkpoint, text.ids, scratch, report, meter
         )
     seconds, count = time.perf_counter() - start, len(result.graph.of_kind("param"))
+    head = plan.head_passes(1)
+    count += len(head.graph.of_kind("param")) if head else 0
     with report.stage("weights", f"{count} arrays", total=count) as stage:
-        arrays = stage.each(weights.plan.materialize(result.graph, weights.source, meter))
-        params = save_weights(writer.path(artifacts.WEIGHTS), arrays)
+        made = [weights.plan.materialize(result.graph, weights.source, meter)]
+        if head is not None and plan.head is not None:
+            made.append(head_arrays(plan.head, plan.limits.vocab_size, head))
+        params = save_weights(writer.path(artifacts.WEIGHTS), stage.each(itertools.chain(*made)))
         final = FinalWeights(params, text.record if text else None, seconds if text else 0.0, meter.errors())
         stage.done(f"{final.nbytes / 1e6:.1f} MB in {count} arrays")
     shutil.rmtree(scratch, ignore_errors=True)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxserve.models.axes import param_axes
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.family import apply_params, param_specs
+from jaxserve.models.family import logits_and_hidden, param_specs
 from jaxserve.models.registry import make_module
 from jaxserve.pallas_kernels import QuantFormat
 from jaxserve.passes.graph import Graph, Input, Stored
@@ -34,8 +34,11 @@ def trace_model(
     rows: int,
     stored: Mapping[str, Stored | QuantFormat | None],
     dtype: str = "float32",
+    *,
+    hidden: bool = False,
 ) -> Graph:
-    """The model's graph for a step of T = `tokens` that gives logits of R = `rows` rows.
+    """The model's graph for a step of T = `tokens` that gives logits of R = `rows` rows, and with `hidden` also what
+    they are made of, which a look-ahead head reads.
 
     `stored` names the quantized forms in which the checkpoint keeps parameters, in full or by their formats alone. The
     compiler traces in float32: narrower numbers are the passes' business.
@@ -51,30 +54,32 @@ def trace_model(
         for name, length in lengths.items()
     )
 
-    def model(values: Arrays) -> dict[str, Float[Array, "R V"]]:
+    def model(values: Arrays) -> dict[str, Array]:
         weights = {entry.path: values[entry.path] for entry in params}
-        return {"logits": apply_params(module, weights, *(values[name] for name in lengths))}
+        logits, last = logits_and_hidden(module, weights, *(values[name] for name in lengths))
+        return {"logits": logits} | ({"hidden": last} if hidden else {})
 
     return trace_graph(model, (*params, *arguments))
 
 
 def graph_forward(
     graph: Graph, *, loops: bool = False, references: bool = False
-) -> Callable[[Arrays, Arrays, Arrays], tuple[dict[str, Array], Float[Array, "R V"]]]:
-    """forward(params, caches, args) -> (caches, logits), each a dict by name: what a step function is built on. With
-    `loops`, layers that compute alike run in a loop; with `references`, no kernel stands in for an op's reference.
+) -> Callable[[Arrays, Arrays, Arrays], tuple[dict[str, Array], dict[str, Array]]]:
+    """forward(params, caches, args) -> (caches, outputs), both by name: what a step function is built on. Of the
+    outputs `logits` [R, V] are float32. With `loops`, layers that compute alike run in a loop; with `references`, no
+    kernel stands in for an op's reference.
 
     Raises KeyError at trace time when the graph reads an argument that the step does not offer.
     """
 
-    def forward(params: Arrays, caches: Arrays, args: Arrays) -> tuple[dict[str, Array], Float[Array, "R V"]]:
+    def forward(params: Arrays, caches: Arrays, args: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
         values = {**params, **caches, **args}
         if references:
             results = graph.call_references(values)
         else:
             results = call_with_loops(graph, values) if loops else graph.call(values)
         updated = {output.replaces: results[output.name] for output in graph.outputs if output.replaces}
-        return {str(name): value for name, value in updated.items()}, results["logits"]
+        return {str(name): value for name, value in updated.items()}, results
 
     return forward
 

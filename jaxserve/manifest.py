@@ -34,7 +34,8 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticLimits:
-    """What the step functions were compiled for. Serving may use less and never more."""
+    """What the step functions were compiled for. Serving may use less and never more. `look_ahead`: steps can also
+    foresee the token after the one that they choose."""
 
     max_num_seqs: int
     max_model_len: int
@@ -42,6 +43,7 @@ class StaticLimits:
     page_size: int
     num_pages: int
     vocab_size: int
+    look_ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from jaxserve.calibration import CalibrationOptions
 from jaxserve.errors import UserError
+from jaxserve.look_ahead import rewrite_head
 from jaxserve.lowering import stored_forms, trace_model
 from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.look_ahead import Head
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
 from jaxserve.passes.narrow_matmul import NarrowMatmul
-from jaxserve.passes.pipeline import Context, KvGeometry, Pass, for_platform, select
+from jaxserve.passes.pipeline import Context, KvGeometry, Pass, PipelineResult, for_platform, select
 from jaxserve.passes.recipes import RECIPES, find_recipe, parse_spec
 from jaxserve.passes.roll_layers import RollLayers
 from jaxserve.serving.request import Limits
@@ -32,6 +34,7 @@ class CompileOptions:
     model: str
     output: pathlib.Path | None
     draft: str | None = None
+    look_ahead: pathlib.Path | None = None
     recipe: str | None = None
     activations: str | None = None
     kv_dtype: str | None = None
@@ -63,6 +66,7 @@ class Plan:
     passes: tuple[Pass, ...]
     limits: Limits
     target: Target
+    head: Head | None = None
 
     @property
     def spec(self) -> str:
@@ -74,7 +78,14 @@ class Plan:
 
     def trace(self, tokens: int, rows: int) -> Graph:
         """The model's graph before any pass, for T tokens and R rows of logits."""
-        return trace_model(self.checkpoint.config, tokens, rows, stored_forms(self.checkpoint))
+        forms = stored_forms(self.checkpoint)
+        return trace_model(self.checkpoint.config, tokens, rows, forms, hidden=self.head is not None)
+
+    def head_passes(self, rows: int) -> PipelineResult | None:
+        """The look-ahead head's graph for R rows after its passes, if there is a head."""
+        if self.head is None:
+            return None
+        return rewrite_head(self.head, rows, self.limits.vocab_size, self.activations, self.target.platform)
 
     def context(self, bucket: Bucket) -> Context:
         geometry = KvGeometry(self.limits.num_pages, self.limits.pages_per_seq, bucket.seqs)
@@ -86,7 +97,7 @@ class Plan:
         return self.target.platform == "cpu" and any(isinstance(step, RollLayers) for step in self.passes)
 
 
-def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Plan:
+def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int, head: Head | None = None) -> Plan:
     """The plan for a checkpoint whose tokenizer knows `vocab` ids; UserError names the flag that does not fit."""
     recipe = find_recipe(options.recipe or ("native" if checkpoint.native else "bf16"))
     page = DEFAULT_PAGE if options.page_size is None else options.page_size
@@ -117,10 +128,16 @@ def make_plan(options: CompileOptions, checkpoint: Checkpoint, vocab: int) -> Pl
     if isinstance(target, Gpu) and not options.kv_tokens and any(isinstance(step, InsertPagedKv) for step in passes):
         graph = small_graph(checkpoint.config, stored_forms(checkpoint), passes)
         options = dataclasses.replace(options, kv_tokens=pool_tokens(graph, target))
-    limits = _limits(options, checkpoint, vocab, page)
+    limits = dataclasses.replace(_limits(options, checkpoint, vocab, page), look_ahead=head is not None)
     name = "custom" if options.pipeline is not None else recipe.name
     return Plan(
-        checkpoint=checkpoint, recipe=name, activations=activations, passes=passes, limits=limits, target=target
+        checkpoint=checkpoint,
+        recipe=name,
+        activations=activations,
+        passes=passes,
+        limits=limits,
+        target=target,
+        head=head,
     )
 
 

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -13,6 +14,7 @@ from jaxserve import executables
 from jaxserve._compat import spec_of
 from jaxserve.absent import OPTIONS, AbsentGpu
 from jaxserve.artifact import ArtifactWriter
+from jaxserve.look_ahead import head_function
 from jaxserve.lowering import graph_forward, specs_of
 from jaxserve.manifest import ArraySpec, CachedExecutable, Program
 from jaxserve.pallas_kernels import OPS
@@ -43,10 +45,12 @@ def build_programs(
         caches: dict[str, jax.ShapeDtypeStruct] = {}
         for bucket in buckets:
             graph = run_pipeline(plan.graph(bucket), plan.passes, plan.context(bucket)).graph
-            _same_params(graph, params)
+            head = plan.head_passes(bucket.logit_rows)
+            graphs = (graph, head.graph) if head else (graph,)
+            _same_params(graphs, params)
             caches = specs_of(graph, "cache")
             program = _bucket_program(plan, bucket)
-            exported = export_bucket(plan, bucket, graph)
+            exported = export_bucket(plan, bucket, *graphs)
             futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage, absent))
         for program, exported in _helper_programs(plan, caches):
             futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage, absent))
@@ -90,11 +94,12 @@ def _bucket_program(plan: Plan, bucket: Bucket) -> Program:
     )
 
 
-def export_bucket(plan: Plan, bucket: Bucket, graph: Graph) -> bytes:
-    """StableHLO of the step around a rewritten graph."""
-    step = steps.step_function(graph_forward(graph, loops=plan.loops), bucket, plan.limits)
+def export_bucket(plan: Plan, bucket: Bucket, graph: Graph, head: Graph | None = None) -> bytes:
+    """StableHLO of the step around a rewritten graph, and around its look-ahead head's."""
+    foresee = head_function(head) if head else None
+    step = steps.step_function(graph_forward(graph, loops=plan.loops), bucket, plan.limits, foresee)
     specs = (
-        specs_of(graph, "param"),
+        specs_of(graph, "param") | (specs_of(head, "param") if head else {}),
         specs_of(graph, "cache"),
         slot_state.state_specs(plan.limits),
         steps.InputLayout.of(bucket, plan.limits).spec,
@@ -144,8 +149,9 @@ def _compile_one(
     return dataclasses.replace(program, executables=(CachedExecutable(key=key, file=file),))
 
 
-def _same_params(graph: Graph, params: Sequence[ArraySpec]) -> None:
-    found = {path: (spec.shape, spec.dtype.name) for path, spec in specs_of(graph, "param").items()}
+def _same_params(graphs: Sequence[Graph], params: Sequence[ArraySpec]) -> None:
+    specs = itertools.chain(*(specs_of(graph, "param").items() for graph in graphs))
+    found = {path: (spec.shape, spec.dtype.name) for path, spec in specs}
     if found != {spec.name: (spec.shape, spec.dtype) for spec in params}:
         raise AssertionError("passes gave two buckets different parameters: none may depend on the bucket")
 

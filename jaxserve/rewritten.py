@@ -101,6 +101,6 @@ def _whole_sequence(
             "context_lens": jnp.array([tokens], jnp.int32),
         }
         empty = {path: jnp.zeros(spec.shape, spec.dtype) for path, spec in caches.items()}
-        return forward(params, empty, args)[1]
+        return forward(params, empty, args)[1]["logits"]
 
     return logits

@@ -78,7 +78,23 @@ def apply_params(
     logit_rows: jax.Array,
 ) -> jax.Array:
     """The module's logits [R, V] with parameters given by path, the form that passes trace."""
+    return logits_and_hidden(module, params, tokens, positions, segments, logit_rows)[0]
+
+
+def logits_and_hidden(
+    module: nn.Module,
+    params: Mapping[str, jax.Array],
+    tokens: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array,
+    logit_rows: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The module's logits [R, V] with parameters given by path, and what they are made of: the last norm's [R, D]."""
     variables = {"params": unflatten_dict(dict(params), sep="/")}
-    logits = module.apply(variables, tokens, positions, segments, logit_rows)
-    assert isinstance(logits, jax.Array)
-    return logits
+    logits, kept = module.apply(
+        variables,
+        *(tokens, positions, segments, logit_rows),
+        capture_intermediates=lambda inner, _: inner.name == "norm",
+        mutable=["intermediates"],
+    )
+    return cast(jax.Array, logits), kept["intermediates"]["norm"]["__call__"][0]

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping
 from jaxserve.serving.blocks import BlockPool
 from jaxserve.serving.plan import Row, Runner, StepPlan
 from jaxserve.serving.request import Limits, Sequence
-from jaxserve.serving.speculation import MOST_PROPOSALS, Rate
+from jaxserve.serving.speculation import MOST_PROPOSALS, Proposer, Rate
 
 _PATIENCE = 64  # times that a sequence's rate is asked for without a proposal after which it gets another chance,
 _CHANCE = 0.7  # at this rate, which is also where the first sequence begins
 
 
-class DraftProposer:
+class DraftProposer(Proposer):
     """Runs a draft one step for each proposal; all sequences that want one share the steps.
 
     The draft has pages, slots and lengths of its own. It computes a sequence's tokens when proposals are first wanted

@@ -66,6 +66,7 @@ def compiled_limits(manifest: Manifest) -> Limits:
         token_budget=longest["step"],
         score_budget=longest["score"],
         eos_ids=tuple(manifest.generation.get("eos_ids", ())),
+        look_ahead=limits.look_ahead,
     )
 
 

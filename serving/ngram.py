@@ -3,9 +3,9 @@
 import collections
 from collections.abc import Mapping
 
-from jaxserve.serving.ngram_table import TAILS, Next, NgramTable
+from jaxserve.serving.ngram_table import Next, Oracle
 from jaxserve.serving.request import Sequence
-from jaxserve.serving.speculation import MOST_PROPOSALS, Rate
+from jaxserve.serving.speculation import MOST_PROPOSALS, Proposer, Rate
 
 _KEYS = (4, 2, 1)  # lengths of the tails that are looked up, the first that is found counts
 _LONGEST = 6  # how far a match is followed back; a longer one is no better
@@ -14,22 +14,22 @@ _LONGEST = 6  # how far a match is followed back; a longer one is no better
 _START = (0.25, 0.5, 0.5, 0.7, 0.7, 0.88)
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposes the continuation of the latest earlier place of a tail of prompt and output (Saxena 2023, prompt lookup
     decoding).
 
     How likely it is depends on the length of the match, and is learned for each length without a step: every new token
     shows whether the match before it was right.
 
-    With a table, what the model mostly says after its last tokens is proposed where its first token is likelier. How
-    right the table is is learned the same way, by how sure it is.
+    With an oracle (a table of n-grams, a look-ahead head), what it says is proposed where its first token is likelier.
+    How right the oracle is is learned the same way, by how sure it is.
     """
 
-    def __init__(self, table: NgramTable | None = None):
-        self._table = table
+    def __init__(self, oracle: Oracle | None = None):
+        self._oracle = oracle
         self._indexes: dict[Sequence, _Index] = {}
         self._overall = [Rate() for _ in range(_LONGEST)]  # of all sequences, by length: where each begins
-        self._counted: dict[tuple[int, int], Rate] = collections.defaultdict(Rate)  # of the table, by _sureness
+        self._counted: dict[tuple[int, int], Rate] = collections.defaultdict(Rate)  # of the oracle, by _sureness
 
     def rates(self, seq: Sequence) -> list[float]:
         return self._likelier(self._index(seq))[0]
@@ -38,9 +38,9 @@ class NgramProposer:
         made = {}
         for seq, count in wanted.items():
             index = self._index(seq)
-            _, by_table = self._likelier(index)
+            _, by_oracle = self._likelier(index)
             counted = [said.token for said in index.chain[:count]]
-            made[seq] = counted if by_table else index.continuation(seq.tokens, count)
+            made[seq] = counted if by_oracle else index.continuation(seq.tokens, count)
         return made
 
     def seconds(self, count: int) -> float:
@@ -67,29 +67,32 @@ class NgramProposer:
         return [self._counted[_sureness(each)].value(prior=each.rate) for each in index.chain]
 
     def _likelier(self, index: "_Index") -> tuple[list[float], bool]:
-        """The rates of whichever says the likelier first token, and whether that is the table."""
+        """The rates of whichever says the likelier first token, and whether that is the oracle."""
         found, counted = self._rates_found(index), self._rates_counted(index)
         return (counted, True) if counted[:1] > found[:1] else (found, False)
 
     def _index(self, seq: Sequence) -> "_Index":
         index = self._indexes.setdefault(seq, _Index())
-        if self._table is not None and index.seen < len(seq.tokens):
-            self._count(self._table, index, seq)
+        if self._oracle is not None and index.seen < len(seq.tokens):
+            self._count(self._oracle, index, seq)
         for length, right in index.extend(seq.tokens, seq.prompt_len):
             index.rates[length - 1].add(right, 1)
             self._overall[length - 1].add(right, 1)
         return index
 
-    def _count(self, table: NgramTable, index: "_Index", seq: Sequence) -> None:
-        """Whether the table was right about what is new, and what it says comes next."""
+    def _count(self, oracle: Oracle, index: "_Index", seq: Sequence) -> None:
+        """Whether the oracle was right about what is new, and what it says comes next."""
         for place in range(max(index.seen, seq.prompt_len, 1), len(seq.tokens)):
-            if (said := table.after(seq.tokens[max(0, place - max(TAILS)) : place])) is not None:
-                self._counted[_sureness(said)].add(said.token == seq.tokens[place], 1)
-        index.chain = table.chain(seq.tokens)
+            if (said := oracle.said(seq, place)) is not None:
+                self._learn_said(said, said.token == seq.tokens[place])
+        index.chain = oracle.following(seq)
+
+    def _learn_said(self, said: Next, right: bool) -> None:
+        self._counted[_sureness(said)].add(right, 1)
 
 
 def _sureness(said: Next) -> tuple[int, int]:
-    """Tokens of a table that are likely for the same reason, and about as much."""
+    """Tokens that are likely for the same reason, and about as much."""
     return said.tail, int(8 * said.rate)
 
 
@@ -101,7 +104,7 @@ class _Index:
 
     def __init__(self):
         self.match = self.length = 0
-        self.chain: list[Next] = []  # what the table says
+        self.chain: list[Next] = []  # what the oracle says
         self.rates = [Rate() for _ in range(_LONGEST)]
         self._after: dict[tuple[int, ...], int] = {}
         self.seen = 0  # tokens that were taken in

@@ -6,11 +6,12 @@ import zipfile
 import zlib
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from jaxserve.errors import UserError
+from jaxserve.serving.request import Sequence
 
 NGRAMS = "ngrams.npz"  # the file in the folder of such a draft
 TAILS = (3, 2, 1)  # how many last tokens are looked up; the likeliest of what they say counts
@@ -30,6 +31,18 @@ class Next(NamedTuple):
     token: int
     rate: float
     tail: int
+
+
+class Oracle(Protocol):
+    """Says what comes next, beside the sequence itself."""
+
+    def said(self, seq: Sequence, place: int) -> Next | None:
+        """About the token at `place`, when those before it were known."""
+        ...
+
+    def following(self, seq: Sequence) -> list[Next]:
+        """What is likeliest after seq.tokens, one after the other."""
+        ...
 
 
 class NgramTable:
@@ -68,6 +81,12 @@ class NgramTable:
             if found is not None and (best is None or found[1] > best.rate):
                 best = Next(*found, tail)
         return best
+
+    def said(self, seq: Sequence, place: int) -> Next | None:
+        return self.after(seq.tokens[max(0, place - max(TAILS)) : place])
+
+    def following(self, seq: Sequence) -> list[Next]:
+        return self.chain(seq.tokens)
 
     def chain(self, tokens: Seq[int]) -> list[Next]:
         """What is likeliest after `tokens`, then after that, and so on."""

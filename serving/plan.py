@@ -45,12 +45,14 @@ class StepPlan:
     kind 'score': one row of at most score_budget tokens, never sampled; wanted are the log-probabilities of
         seq.tokens[start + 1 : start + 1 + count].
     copies: (source, destination) pages; no page is both, so any order and grouping of them is right.
+    look_ahead: whether a look-ahead head is to foresee the token after each that is chosen.
     """
 
     kind: Literal["step", "score"]
     rows: list[Row]
     admits: list[Sequence]
     copies: list[tuple[int, int]]
+    look_ahead: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -73,12 +75,14 @@ class StepResult:
 
     top[i]: up to max_logprobs (id, logprob), best first; None when nobody wants any.
     finite[i]: False when the logits held NaN or an infinity.
+    foreseen[i]: what a look-ahead head says comes after tokens[i], and how likely it is; None when it was not asked.
     """
 
     tokens: list[int]
     logprob: list[float]
     top: list[list[tuple[int, float]]] | None
     finite: list[bool]
+    foreseen: list[tuple[int, float]] | None = None
 
 
 class Pending(Protocol):

@@ -31,6 +31,7 @@ class EngineClosed(RuntimeError):
 class Limits:
     """Static limits of an engine; the compiled step programs depend on most of them.
 
+    look_ahead says whether the programs have a head that foresees the token after the one they choose.
     token_budget is T of the largest 'step' bucket, score_budget T of the largest 'score' bucket (prompt
     log-probabilities; its logits are [T, V], so it is kept small).
     """
@@ -46,6 +47,7 @@ class Limits:
     max_logprobs: int = 20
     max_bias: int = 300
     max_stop_ids: int = 16
+    look_ahead: bool = False
 
     def __post_init__(self):
         for name in ("max_num_seqs", "max_model_len", "page_size", "num_pages", "vocab_size", "score_budget"):

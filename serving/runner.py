@@ -48,13 +48,14 @@ class PendingStep:
     def result(self) -> StepResult:
         """Waits for the step (without holding the interpreter's lock) and reads its results back."""
         n = self._num_entries
-        tokens, logprob, finite = (each[:n].tolist() for each in unpack_rows(np.asarray(self._outputs["rows"])))
+        found = (each[:n].tolist() for each in unpack_rows(np.asarray(self._outputs["rows"])))
+        tokens, logprob, finite, *foreseen = found
         top = None
         if self._top_counts is not None:
             ids, logprobs = (each[:n].tolist() for each in unpack_top(np.asarray(self._outputs["top"])))
             rows = zip(self._top_counts, ids, logprobs, strict=True)
             top = [list(zip(ids[:count], logprobs[:count], strict=True)) for count, ids, logprobs in rows]
-        return StepResult(tokens, logprob, top, finite)
+        return StepResult(tokens, logprob, top, finite, list(zip(*foreseen, strict=True)) if foreseen else None)
 
 
 class Runner:
@@ -150,6 +151,8 @@ class Runner:
         if plan.kind == "score":
             return self._dispatch_score(plan.rows[0], bucket, packed, inputs["targets"])
         inputs["samples"][: len(plan.rows)] = [row.samples for row in plan.rows]
+        if self.limits.look_ahead:
+            inputs["look_ahead"][0] = plan.look_ahead
         wanted = [row.seq.params.logprobs or 0 for row in plan.rows for _ in range(row.samples)]
         return PendingStep(self._run(bucket, packed), len(wanted), wanted if any(wanted) else None)
 

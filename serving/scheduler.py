@@ -90,6 +90,7 @@ class Scheduler:
                 budget -= self._add_row(plan, seq, min(left, budget))
         self._admit_waiting(plan, budget)
         self._add_proposals(plan)
+        plan.look_ahead = self._looks_ahead(plan)
         if plan.admits and not plan.rows:  # only prompts to score came in
             return self._score_plan(plan.admits)
         return plan if plan.rows else None
@@ -134,6 +135,13 @@ class Scheduler:
             missing = -(-seq.num_computed // self.limits.page_size) - len(seq.blocks)
             seq.blocks += self._take(max(0, missing))
             seq.num_sent = len(seq.blocks)
+
+    def _looks_ahead(self, plan: StepPlan) -> bool:
+        """Whether it pays to have the look-ahead head foresee what comes after the tokens that the plan chooses."""
+        rows = sum(row.samples > 0 for row in plan.rows)
+        if self.speculation is None or not rows:
+            return False
+        return self.speculation.looks_ahead(rows, self.limits.row_sizes[-1] - rows)
 
     def _free_positions(self, seq: Sequence) -> int:
         """How far the sequence can grow without any other giving way, if a page each is enough for them."""
@@ -278,12 +286,14 @@ class Scheduler:
                 if plan.kind == "score":
                     self._confirm_scores(row, result, news)
                 else:
-                    self._confirm_row(row, chosen, result, news)
+                    self._confirm_row(plan, row, chosen, result, news)
             if not seq.in_flight and seq in self.leaving:
                 self._release(seq)
         return news
 
-    def _confirm_row(self, row: Row, chosen: range, result: StepResult, news: list[tuple[Sequence, range]]) -> None:
+    def _confirm_row(
+        self, plan: StepPlan, row: Row, chosen: range, result: StepResult, news: list[tuple[Sequence, range]]
+    ) -> None:
         seq = row.seq
         if not row.samples:
             self._register_pages(seq, row.start + row.count)
@@ -292,6 +302,9 @@ class Scheduler:
         seq.num_computed -= row.samples - generated
         if row.samples > 1 and self.speculation:
             self.speculation.learn(seq, row.samples - 1, generated - 1)
+        if plan.look_ahead and self.speculation and result.foreseen:
+            for place, i in enumerate(chosen[:generated], len(seq.tokens) + 1):
+                self.speculation.proposer.foresee(seq, place, *result.foreseen[i])
         end: tuple[str, int | None] | None = None
         for i in chosen[:generated]:
             if not result.finite[i]:

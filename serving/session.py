@@ -12,6 +12,7 @@ from jaxserve.manifest import Manifest
 from jaxserve.pallas_kernels._native.cores import host_threads
 from jaxserve.serving.draft import DraftProposer
 from jaxserve.serving.engine import Engine
+from jaxserve.serving.head import HeadProposer
 from jaxserve.serving.load import LowerLimits, compiled_limits, load_runner, serving_limits
 from jaxserve.serving.ngram import NgramProposer
 from jaxserve.serving.ngram_table import NGRAMS, NgramTable
@@ -22,7 +23,8 @@ from jaxserve.serving.stats import EngineObserver
 from jaxserve.text import Tokenizer, load_tokenizer
 
 DRAFT = "draft"  # also the folder of an artifact that may hold one of a draft for it
-SPECULATE = ("off", "ngram", DRAFT)
+HEAD = "head"
+SPECULATE = ("off", "ngram", HEAD, DRAFT)
 
 
 class Session:
@@ -65,6 +67,13 @@ class Session:
             return None
         if proposer == "ngram":
             return Speculation(NgramProposer(), self.limits.row_sizes)
+        if proposer == HEAD:
+            if not self.limits.look_ahead:
+                raise UserError(
+                    f"--speculate head: {self.folder} was compiled without a look-ahead head; make one with `jaxserve "
+                    f"distill MODEL --head -o HEAD` and compile the model with `--look-ahead HEAD`"
+                )
+            return Speculation(HeadProposer(), self.limits.row_sizes)
         folder, advice = pathlib.Path(proposer), f"allowed are {', '.join(SPECULATE)}, or the folder of a draft"
         if proposer == DRAFT:
             folder = self.folder / DRAFT

@@ -18,6 +18,7 @@ from jaxserve.serving.request import Sequence
 MOST_PROPOSALS = 15  # in a row: with the last token they fill a step of 16
 # Measured steps of a size that count; how many are enough to trust their median; how many steps later it is too old.
 _RECENT, _ENOUGH, _STALE = 15, 3, 3000
+_PATIENCE = 64  # steps after which a look-ahead head that did not pay gets another chance
 _PACE = 9  # steps that tell how fast steps are now
 
 
@@ -45,7 +46,15 @@ class Rate:
 
 
 class Proposer(Protocol):
-    """Names likely next tokens. Must be told with `forget` of every sequence that ends or loses its slot."""
+    """Names likely next tokens. Must be told with `forget` of every sequence that ends or loses its slot.
+
+    A proposer that reads what the steps' look-ahead head says overrides `foresight` and `foresee`.
+    """
+
+    @property
+    def foresight(self) -> float:
+        """How often the head is right of late; 0: it is not wanted."""
+        return 0.0
 
     def rates(self, seq: Sequence) -> list[float]:
         """For each token that it can propose after seq.tokens, at most MOST_PROPOSALS, the probability that it is
@@ -63,6 +72,9 @@ class Proposer(Protocol):
     def learn(self, seq: Sequence, proposed: int, accepted: int) -> None:
         """What became of the proposals of a step."""
         ...
+
+    def foresee(self, seq: Sequence, place: int, token: int, rate: float) -> None:
+        """The head says that `token` will stand at `place` of the sequence, and how likely that is."""
 
     def forget(self, seq: Sequence) -> None: ...
 
@@ -161,6 +173,7 @@ class Speculation:
         self.accepted_at = [0] * MOST_PROPOSALS  # accepted proposals by their place
         self._idle = 1e-3  # seconds that the device waits for the host when results are awaited
         self._proposing = 0.0  # of the last proposals
+        self._blind = 0  # steps since the look-ahead head ran
 
     def worth_waiting(self, seqs: Seq[Sequence], rows: int, room: int) -> bool:
         """Whether to wait for the step in flight, of `rows` sequences, so that `seqs` can bring proposals to the next.
@@ -168,6 +181,17 @@ class Speculation:
         The token in flight, not known here yet, must come as foreseen for the proposals after it to be right.
         """
         return bool(self._best({seq: self.most for seq in seqs}, rows, room, ahead=1))
+
+    def looks_ahead(self, rows: int, room: int) -> bool:
+        """Whether the look-ahead head is to run in a step that chooses the next tokens of `rows` sequences: whether
+        proposals of its own would pay in the next one."""
+        if not (rate := self.proposer.foresight) or room <= 0:
+            return False
+        gains = [rate] * min(rows, room)
+        self._blind += 1
+        if self._blind > _PATIENCE or self.costs.best_count(rows, gains, [self._idle] * len(gains)):
+            self._blind = 0
+        return not self._blind
 
     def propose(self, limits: Mapping[Sequence, int], rows: int, room: int) -> dict[Sequence, list[int]]:
         """Proposals for sequences whose tokens are all known, at most limits[seq] each and `room` in all, for a step

@@ -21,7 +21,8 @@ from jaxserve.serving.state import State
 from jaxserve.serving.verify import accept, count_accepted, earlier_proposals, logit_rows, proposals
 
 Arrays = dict[str, Array]
-Forward = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Array]]
+Forward = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+LookAhead = Callable[[Arrays, Array, Array], tuple[Array, Array]]
 Step = Callable[[Arrays, Arrays, State, Array], tuple[Arrays, State, Arrays]]
 
 COPY_PAGES = 8  # page copies in one call of the copy program
@@ -89,7 +90,8 @@ def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruc
     tokens [T]: rows packed one after the other; -1 is the last token of the row's slot. slots [S]: unused rows come
     last and point at the scratch slot max_num_seqs. query_counts [S]: tokens of each row. block_tables [S, P]. Step
     buckets: samples [S]: at how many of the row's last positions a next token is to be chosen, at most R in all; the
-    tokens there are proposals but for the first of them. Score buckets: targets [T].
+    tokens there are proposals but for the first of them; with limits.look_ahead also look_ahead [1], not 0 where the
+    head is to run. Score buckets: targets [T].
     """
     shapes = {
         "tokens": (bucket.tokens,),
@@ -98,6 +100,8 @@ def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruc
         "block_tables": (bucket.seqs, limits.pages_per_seq),
     }
     shapes |= {"targets": (bucket.tokens,)} if bucket.kind == "score" else {"samples": (bucket.seqs,)}
+    if limits.look_ahead and bucket.kind == "step":
+        shapes["look_ahead"] = (1,)
     return {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in shapes.items()}
 
 
@@ -142,10 +146,12 @@ def forward_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStr
     return {name: jax.ShapeDtypeStruct(shapes[name], np.int32) for name in FORWARD_ARGS}
 
 
-def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
+def step_function(forward: Forward, bucket: Bucket, limits: Limits, look_ahead: LookAhead | None = None) -> Step:
     """step(params, caches, state, packed) -> (caches, state, outputs); jit it with caches and state donated.
 
-    forward(params, caches, args) -> (caches, logits [R, padded vocab] float32), with args as in forward_specs.
+    forward(params, caches, args) -> (caches, outputs), with args as in forward_specs; of the outputs `logits` are
+    [R, padded vocab] float32, and `hidden` [R, D] is what they are made of, where limits.look_ahead promises a
+    look_ahead(params, hidden, tokens [R]) -> (token [R] int32, rate [R] float32): the one after each and how likely.
     packed: the inputs, as InputLayout unpacks them.
     outputs: the samples of the R rows, or the scores of the T targets, as pack_outputs packs them. Of a sequence that
     brought proposals the host drops the samples after the first that is not the proposal that followed it.
@@ -156,12 +162,16 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits) -> Step:
     def step(params: Arrays, caches: Arrays, state: State, packed: Array) -> tuple[Arrays, State, Arrays]:
         inputs = layout.unpack(packed)
         args = expand_inputs(inputs, state, bucket, limits)
-        caches, logits = forward(params, caches, args)
+        caches, results = forward(params, caches, args)
+        logits = results["logits"]
         if bucket.kind == "score":
             state = state | {"length": state["length"].at[inputs["slots"]].add(inputs["query_counts"])}
             return caches, state, pack_outputs(_scores(logits[:, : limits.vocab_size], inputs["targets"], limits))
         samples, state = _choose(logits, inputs, args, state, limits)
-        return caches, state, pack_outputs(samples)
+        if look_ahead is None:
+            return caches, state, pack_outputs(samples)
+        foreseen = _foresee(look_ahead, params, results["hidden"], samples.tokens, inputs["look_ahead"][0])
+        return caches, state, pack_outputs(samples, foreseen)
 
     return step
 
@@ -189,19 +199,29 @@ def _choose(logits: Array, inputs: Arrays, args: Arrays, state: State, limits: L
     }
 
 
-def pack_outputs(samples: Samples) -> Arrays:
+def _foresee(look_ahead: LookAhead, params: Arrays, hidden: Array, tokens: Array, wanted: Array) -> tuple[Array, Array]:
+    """What the head says comes after `tokens`, and how likely it is; a rate of 0 where it is not wanted."""
+    nothing = (jnp.zeros_like(tokens), jnp.zeros(tokens.shape, jnp.float32))
+    return jax.lax.cond(wanted != 0, lambda: look_ahead(params, hidden, tokens), lambda: nothing)
+
+
+def pack_outputs(samples: Samples, foreseen: tuple[Array, Array] | None = None) -> Arrays:
     """The samples of n rows in two int32 arrays, since reading back costs by the array: `rows` [3, n] holds tokens, the
-    bits of logprob, and finite; `top` [2, n, top] holds top_ids and the bits of top_logprobs."""
+    bits of logprob, and finite, and with what is foreseen [5, n] its tokens and the bits of their rates; `top`
+    [2, n, top] holds top_ids and the bits of top_logprobs."""
     bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+    after = (foreseen[0], bits(foreseen[1])) if foreseen else ()
     return {
-        "rows": jnp.stack([samples.tokens, bits(samples.logprob), samples.finite.astype(jnp.int32)]),
+        "rows": jnp.stack([samples.tokens, bits(samples.logprob), samples.finite.astype(jnp.int32), *after]),
         "top": jnp.stack([samples.top_ids, bits(samples.top_logprobs)]),
     }
 
 
-def unpack_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """tokens int32, logprob float32 and finite bool, each [n], from `rows` [3, n] of pack_outputs."""
-    return rows[0], rows[1].view(np.float32), rows[2].astype(np.bool_)
+def unpack_rows(rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    """tokens int32, logprob float32 and finite bool, each [n], from `rows` [3, n] of pack_outputs; of [5, n] also the
+    foreseen tokens int32 and their rates float32."""
+    after = (rows[3], rows[4].view(np.float32)) if len(rows) > 3 else ()
+    return rows[0], rows[1].view(np.float32), rows[2].astype(np.bool_), *after
 
 
 def unpack_top(top: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

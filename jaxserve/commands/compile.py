@@ -18,6 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile a draft for speculative decoding in place of the model: its first N layers and its head",
     )  # fmt: skip
     parser.add_argument(
+        "--look-ahead", type=pathlib.Path, metavar="DIR",
+        help="add the head in DIR, made by `jaxserve distill --head`, to the steps, for `serve --speculate head`",
+    )  # fmt: skip
+    parser.add_argument(
         "--recipe",
         help="`jaxserve passes` lists them (default: native for a quantized checkpoint, else bf16)",
     )
@@ -101,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
             model=options.model,
             output=None if options.stop_after else options.output,
             draft=options.draft,
+            look_ahead=options.look_ahead,
             recipe=options.recipe,
             activations=options.activations,
             kv_dtype=options.kv_dtype,

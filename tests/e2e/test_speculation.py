@@ -178,7 +178,9 @@ def test_counted_ngrams_change_no_answer(
 
 
 def test_what_is_neither_known_nor_a_folder_is_refused(session: Session):
-    with pytest.raises(UserError, match="--speculate eagle: allowed are off, ngram, draft, or the folder of a draft"):
+    with pytest.raises(
+        UserError, match="--speculate eagle: allowed are off, ngram, head, draft, or the folder of a draft"
+    ):
         session.speculation("eagle")
 
 

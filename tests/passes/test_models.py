@@ -80,8 +80,8 @@ class Paged:
             "block_tables": self.tables, "query_starts": np.concatenate([[0], np.cumsum(counts)]), "context_lens": lens,
         }  # fmt: skip
         arrays = {name: jnp.asarray(value, jnp.int32) for name, value in arguments.items()}
-        self.caches, logits = self.forward(self.params, self.caches, arrays)
-        return np.asarray(logits)[: counts.sum()]
+        self.caches, outputs = self.forward(self.params, self.caches, arrays)
+        return np.asarray(outputs["logits"])[: counts.sum()]
 
 
 def materialize(result, source) -> dict[str, np.ndarray]:

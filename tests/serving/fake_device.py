@@ -5,6 +5,7 @@ early or not copied changes the output.
 """
 
 import hashlib
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from jaxserve.serving.plan import Row, StepPlan, StepResult
@@ -80,6 +81,7 @@ class FakeRunner:
         self.loaded: list[Sequence | None] = [None] * limits.max_num_seqs
         self.plans: list[tuple[str, int]] = []  # (kind, tokens) of every step
         self.not_finite: set[int] = set()  # last tokens after which the logits are not finite
+        self.foresees: Callable[[], bool] | None = None  # whether the look-ahead head is right, asked for each token
 
     def admit(self, seq: Sequence) -> None:
         self.loaded[seq.slot] = seq
@@ -107,7 +109,7 @@ class FakeRunner:
         if plan.kind == "score":
             self.length[plan.rows[0].slot] += plan.rows[0].count
             return Done(self._scores(plan))
-        result = StepResult([], [], [], [])
+        result = StepResult([], [], [], [], [] if plan.look_ahead else None)
         for row in plan.rows:
             self._sample(row, result)
         return Done(result)
@@ -148,6 +150,10 @@ class FakeRunner:
             assert result.top is not None
             result.top.append(top_logprobs(prefix, self.limits))
             result.finite.append(prefix[-1] not in self.not_finite)
+            if result.foreseen is not None:
+                assert self.foresees is not None, "a head is asked for that there is not"
+                after = next_token((*prefix, token), seq.seed, self.limits)
+                result.foreseen.append((after if self.foresees() else (after + 1) % self.limits.vocab_size, 0.7))
             if going_on:
                 self.length[row.slot], self.last_token[row.slot] = length, token
                 going_on = length < end and self._prefix(row.slot, length + 1)[-1] == token

@@ -3,11 +3,11 @@
 import random
 
 from jaxserve.serving.request import Limits, Sequence
-from jaxserve.serving.speculation import Speculation
+from jaxserve.serving.speculation import Proposer, Speculation
 from tests.serving.fake_device import alone
 
 
-class Guesses:
+class Guesses(Proposer):
     """Proposes what the sequence would generate, each token right with probability `accuracy`, and more of it than is
     of use."""
 

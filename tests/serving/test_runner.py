@@ -150,8 +150,9 @@ def test_penalties_are_loaded_with_the_sequence_and_counted_on(runner):
 
 def test_poison_is_reported_for_its_row_only(compiled):
     def forward(params, caches, args):
-        caches, logits = toy.toy_forward(params, caches, args)
-        return caches, jnp.where(jnp.arange(len(logits))[:, None] == 1, jnp.nan, logits)
+        caches, outputs = toy.toy_forward(params, caches, args)
+        logits = outputs["logits"]
+        return caches, {"logits": jnp.where(jnp.arange(len(logits))[:, None] == 1, jnp.nan, logits)}
 
     bucket = Bucket("step", 8, 4)
     runner = toy.make_runner({bucket: toy.compile_step(bucket, forward=forward)}, compiled[1])

@@ -11,7 +11,7 @@ from jaxserve.errors import UserError
 from jaxserve.serving.ngram import NgramProposer
 from jaxserve.serving.ngram_table import NGRAMS, Next, NgramTable
 from jaxserve.serving.request import GenerationRequest, Limits, SamplingParams, Sequence
-from jaxserve.serving.speculation import Rate, Speculation, StepCosts, expected_tokens
+from jaxserve.serving.speculation import Proposer, Rate, Speculation, StepCosts, expected_tokens
 
 SIZES = (1, 2, 4, 8, 16)
 NOTHING = [0.0] * 15  # seconds beside a step
@@ -133,7 +133,7 @@ def test_a_rate_starts_at_its_prior_and_forgets():
     assert rate.value(prior=0.3) < 0.1
 
 
-class Fixed:
+class Fixed(Proposer):
     """Each sequence's rates and nothing else."""
 
     def __init__(self, rates, each=0.0):

@@ -23,7 +23,7 @@ OPTIONS = {"temperature": 0.9, "top_p": 0.93, "presence": 0.5, "frequency": 0.4,
 
 
 def forward(params, caches, args):
-    return caches, params["table"][args["tokens"][args["logit_rows"]]]
+    return caches, {"logits": params["table"][args["tokens"][args["logit_rows"]]]}
 
 
 def probabilities(before):

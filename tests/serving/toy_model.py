@@ -38,7 +38,7 @@ def toy_forward(params, caches, args):
     padded = VOCAB + 3
     logits = 10 * jax.nn.one_hot(checksum, padded) + 5 * jax.nn.one_hot((checksum + 1) % VOCAB, padded)
     # Padding beats everything, and poisoned parameters reach every logit.
-    return caches, jnp.where(jnp.arange(padded) < VOCAB, logits, 1e9) + params["offset"]
+    return caches, {"logits": jnp.where(jnp.arange(padded) < VOCAB, logits, 1e9) + params["offset"]}
 
 
 def checksum(tokens):

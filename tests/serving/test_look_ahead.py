@@ -1,0 +1,142 @@
+"""A look-ahead head from the step to the proposer: what it foresees, when it is asked, and what becomes of it."""
+
+import dataclasses
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.serving.head import HeadProposer
+from jaxserve.serving.plan import StepResult
+from jaxserve.serving.speculation import Speculation
+from jaxserve.serving.step import Bucket, InputLayout, step_function, unpack_rows
+from tests.serving import toy_model as toy
+from tests.serving.simulation import LIMITS, Simulation, assert_as_alone, request
+from tests.serving.test_speculation import CHEAP, SIZES, Fixed, measured, sequence
+
+BUCKET = Bucket("step", 8, 4)
+
+
+def foresight(limits=LIMITS, costs=CHEAP):
+    speculation = Speculation(HeadProposer(), limits.row_sizes)
+    speculation.costs = measured(**costs)
+    return speculation
+
+
+# ---- the step
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    limits = dataclasses.replace(toy.LIMITS, look_ahead=True)
+
+    def forward(params, caches, args):
+        caches, outputs = toy.toy_forward(params, caches, args)
+        return caches, outputs | {"hidden": outputs["logits"][:, :3]}
+
+    def head(params, hidden, tokens):
+        return tokens * 2 + params["offset"].astype(jnp.int32), 0.25 + 0 * hidden[:, 0] * params["offset"]
+
+    specs = (toy.PARAMS, toy.cache_specs(limits), toy.st.state_specs(limits), InputLayout.of(BUCKET, limits).spec)
+    step = step_function(forward, BUCKET, limits, head)
+    program = jax.jit(step, donate_argnums=(1, 2)).lower(*specs).compile()
+    return limits, program, toy.compile_others(limits)
+
+
+def test_a_step_foresees_only_when_asked(compiled):
+    limits, program, others = compiled
+    runner = toy.make_runner({BUCKET: program}, others, limits)
+    runner.warmup()
+    seqs = [toy.make_sequence(str(i), [i + 1, 7], i, [i]) for i in range(3)]
+    results: list[StepResult] = []
+    for asked in (True, False):
+        for seq in seqs:
+            runner.admit(seq)
+        plan = toy.step(*(toy.make_row(seq, 0, 2) for seq in seqs))
+        plan.look_ahead = asked
+        results.append(runner.dispatch(plan).result())
+    assert results[0].tokens == results[1].tokens, "the head changes nothing of what is chosen"
+    assert results[0].foreseen == [(2 * token, 0.25) for token in results[0].tokens]
+    assert results[1].foreseen == [(0, 0.0)] * 3
+    assert runner.compilations == 0
+    runner.close()
+
+
+def test_rows_without_a_head_hold_no_more_than_before():
+    assert len(unpack_rows(np.zeros((3, 4), np.int32))) == 3
+    assert "look_ahead" not in InputLayout.of(BUCKET, toy.LIMITS).unpack(
+        np.zeros(InputLayout.of(BUCKET, toy.LIMITS).size)
+    )
+
+
+# ---- when it is asked
+
+
+def test_the_head_is_asked_where_its_word_would_pay():
+    speculation = foresight()
+    assert speculation.looks_ahead(1, 15)
+    assert not speculation.looks_ahead(16, 0), "there is no room for proposals"
+    assert not Speculation(Fixed({}), SIZES).looks_ahead(1, 15), "nobody reads what it says"
+    dear = foresight(costs=dict(s1=1e-2, s2=2e-2, s4=4e-2, s8=8e-2, s16=16e-2))
+    asked = [dear.looks_ahead(1, 15) for _ in range(200)]
+    assert [place for place, each in enumerate(asked) if each] == [64, 129, 194], "a chance now and then"
+
+
+def test_a_head_that_is_never_right_is_not_asked_any_more():
+    speculation, seq = foresight(), sequence([1, 2, 3], 3)
+    assert speculation.looks_ahead(1, 15)
+    for _ in range(40):
+        speculation.proposer.foresee(seq, len(seq.tokens), 5, 0.9)
+        seq.tokens.append(6)
+        speculation.proposer.rates(seq)
+    assert not speculation.looks_ahead(1, 15)
+
+
+# ---- what it says
+
+
+def test_what_was_foreseen_is_proposed_and_learned():
+    proposer, seq = HeadProposer(), sequence([1, 2, 3, 4], 3)
+    proposer.foresee(seq, 4, 9, 0.6)
+    [start] = proposer.rates(seq)
+    assert start == pytest.approx(0.6) and proposer.propose({seq: 3}) == {seq: [9]}
+    seq.tokens.append(9)
+    for place in range(5, 25):
+        proposer.foresee(seq, place, 50 + place, 0.6)
+        [rate] = proposer.rates(seq)
+        seq.tokens.append(50 + place)
+    assert rate > 0.9, "of twenty that were as sure each was right"
+    assert proposer.foresight > 0.8
+    proposer.forget(seq)
+    assert proposer.rates(seq) == []
+
+
+def test_the_likelier_of_head_and_lookup_is_proposed():
+    for rate, proposed in ((0.2, [4, 5]), (0.9, [8])):
+        proposer, seq = HeadProposer(), sequence([1, 2, 3, 4, 5, 6, 1, 2, 3], 9)
+        proposer.foresee(seq, 9, 8, rate)
+        assert proposer.propose({seq: 2})[seq] == proposed
+
+
+def test_a_token_in_flight_is_waited_for_as_often_as_the_head_is_right():
+    proposer, seq = HeadProposer(), sequence([1, 2, 3], 3)
+    seq.num_pending = 1
+    assert proposer.rates(seq) == [1.0, proposer.foresight] == [1.0, 0.4]
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.5, 1.0])
+def test_answers_are_those_without(accuracy):
+    chance = random.Random(1)
+    simulation = Simulation(LIMITS, speculation=foresight())
+    simulation.runner.foresees = lambda: chance.random() < accuracy
+    seqs = [simulation.add(request([2, i], max_tokens=30, ignore_eos=True, seed=i))[0] for i in (3, 4)]
+    simulation.run()
+    for seq in seqs:
+        assert_as_alone(seq, LIMITS)
+    speculation = simulation.scheduler.speculation
+    assert speculation is not None
+    if accuracy == 1.0:
+        assert speculation.num_accepted == speculation.num_proposed > 20, "each place's word must reach its place"
+        assert simulation.turns < 30

@@ -54,6 +54,10 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
     with report.stage("resolve", options.model) as stage:
         checkpoint = resolve(options.model)
         stage.done(f"{checkpoint.origin}: {describe(checkpoint.config)}")
+    if options.draft and options.look_ahead:
+        raise UserError(
+            "--look-ahead: its head reads what the whole model computes, not a draft; leave out one of them"
+        )
     if options.draft:
         checkpoint = _draft_of(checkpoint, options.draft)
         report.note(f"draft: {describe(checkpoint.config)}")
@@ -75,6 +79,7 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
         vocab, head = min(checkpoint.config.vocab, tokenizer.vocab_size), None
         if options.look_ahead is not None:
             head = load_head(options.look_ahead, checkpoint.config.width, vocab, tokenizer)
+            report.note(f"look-ahead head: {head.tokens.size} tokens, {head.module.mlp} hidden channels")
         plan = make_plan(options, checkpoint, vocab, head)
         _need_paged_kv(plan.passes)
         result = _run_reference(plan, options, report, writer)

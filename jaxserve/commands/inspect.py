@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
         "weights": f"{before / 1e6:.1f} MB in the checkpoint, {after / 1e6:.1f} MB in memory",
         "KV cache": f"{limits.kv_tokens} tokens{kv_format}, pages of {limits.page_size}, {kv_bytes / 1e6:.1f} MB",
         "limits": f"{limits.max_num_seqs} sequences of up to {limits.max_model_len} tokens",
+        "look-ahead": "a head in the steps, for --speculate head" if limits.look_ahead else "none",
         "end tokens": ", ".join(map(str, manifest.generation.get("eos_ids", []))) or "none",
         "made with": _kernels(manifest),
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),

@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-tokens", type=int, default=0, help="use less KV cache than compiled for")
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt whole")
     parser.add_argument(
-        "--speculate", default="off", metavar="ngram|draft|DIR|off",
+        "--speculate", default="off", metavar="ngram|head|draft|DIR|off",
         help="check several tokens a step, which changes no answer: ngram proposes what followed the last tokens "
-        "before, draft runs the draft model in the artifact's own folder draft, DIR that of another artifact "
+        "before, head also what the head of `compile --look-ahead` foresees, draft runs the draft model in the artifact's own folder draft, DIR that of another artifact "
         "(default off)",
     )  # fmt: skip
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds that SIGTERM lets requests finish")

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--look-ahead", type=pathlib.Path, metavar="DIR",
-        help="add the head in DIR, made by `jaxserve distill --head`, to the steps, for `serve --speculate head`",
+        help="add the head in DIR, which `jaxserve distill --head` made, to the steps, for `serve --speculate head`",
     )  # fmt: skip
     parser.add_argument(
         "--recipe",

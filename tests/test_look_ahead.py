@@ -1,6 +1,7 @@
 """A look-ahead head in an artifact: its graph after the passes against its module, and what is refused."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,16 @@ import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 
-from jaxserve.look_ahead import PREFIX, head_arrays, head_function, rewrite_head
-from jaxserve.models.look_ahead import Head, LookAhead, param_specs
+from jaxserve.errors import UserError
+from jaxserve.look_ahead import PREFIX, head_arrays, head_function, load_head, rewrite_head
+from jaxserve.lowering import trace_model
+from jaxserve.models.look_ahead import LOOK_AHEAD, Head, LookAhead, param_specs
+from jaxserve.models.resolve import resolve
+from jaxserve.passes.pipeline import Context, for_platform, run_pipeline
 from jaxserve.passes.printer import print_graph
+from jaxserve.passes.recipes import RECIPES, parse_spec
+from jaxserve.text import load_tokenizer
+from tests.passes.helpers import tiny
 
 VOCAB = 300
 
@@ -64,3 +72,36 @@ def test_a_tied_rate_names_the_first():
     token, rate = head_function(result.graph)(params, jnp.ones((3, 128)), jnp.zeros(3, jnp.int32))
     np.testing.assert_array_equal(token, [head.tokens[0]] * 3)
     np.testing.assert_allclose(rate, [1 / 64] * 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_recipe_changes_what_a_head_reads(recipe):
+    """Scales that are folded into the last norm would be the head's to know."""
+    for tied in (False, True):
+        graph = trace_model(tiny(tied=tied), 4, 2, {}, hidden=True)
+        rules = ".*=w8a8" if RECIPES[recipe].scheme == "w8a8" else ""
+        result = run_pipeline(graph, for_platform(parse_spec(RECIPES[recipe].spec(rules=rules)), "cpu"), Context())
+        assert [output.name for output in result.graph.outputs if not output.replaces] == ["logits", "hidden"]
+        [hidden] = [out for out in result.graph.outputs if out.name == "hidden"]
+        assert (hidden.aval.shape, hidden.aval.dtype) == ((2, 16), jnp.float32)
+        assert not any("norm/scale" in edit.writes for edit in result.edits)
+
+
+def test_what_is_no_head_of_the_model_is_refused(tmp_path, shared):
+    checkpoint = resolve(str(shared / "fixtures" / "stories260K"))
+    checkpoint.write_tokenizer(tmp_path)
+    tokenizer, width = load_tokenizer(tmp_path), checkpoint.config.width
+    with pytest.raises(UserError, match="it holds no"):
+        load_head(tmp_path, width, 512, tokenizer)
+    random_head(width=width).save(tmp_path / LOOK_AHEAD)
+    assert load_head(tmp_path, width, 512, tokenizer).tokens.size == 64
+    with pytest.raises(UserError, match=f"of a model whose width is not {width + 8}"):
+        load_head(tmp_path, width + 8, 512, tokenizer)
+    with pytest.raises(UserError, match="of a model with more than 100 tokens"):
+        load_head(tmp_path, width, 100, tokenizer)
+    other = tmp_path / "other"
+    other.mkdir()
+    resolve("smollm2-135m-instruct").write_tokenizer(other)
+    shutil.copy(tmp_path / LOOK_AHEAD, other)
+    with pytest.raises(UserError, match="another tokenizer: it knows 49152 tokens"):
+        load_head(other, width, 512, tokenizer)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -82,3 +82,21 @@ def apply_params(
     logits = module.apply(variables, tokens, positions, segments, logit_rows)
     assert isinstance(logits, jax.Array)
     return logits
+
+
+def last_states(
+    module: nn.Module,
+    params: Mapping[str, jax.Array],
+    tokens: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array,
+    rows: jax.Array,
+) -> jax.Array:
+    """What the module makes the logits of these rows of, [R, D]: the output of its last norm, called `norm`."""
+    variables = {"params": unflatten_dict(dict(params), sep="/")}
+    _, found = module.apply(
+        *(variables, tokens, positions, segments, rows),
+        capture_intermediates=lambda part, _: part.name == "norm",
+        mutable=["intermediates"],
+    )
+    return cast(Any, found)["intermediates"]["norm"]["__call__"][0]

@@ -5,7 +5,7 @@ import collections
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits
 from jaxserve.serving.request import GenerationRequest, InvalidRequest, SamplingParams
 from jaxserve.serving.session import Session, check_same_tokens
-from jaxserve.student import Batch
 from jaxserve.text import Tokenizer, encode_text
 
 HELD_OUT = 8  # each 8th row of a kind is only looked at for the report
@@ -36,6 +35,29 @@ class Source:
     artifact: pathlib.Path | None = None
     answer_tokens: int = 64
     length: int = 128
+
+
+class Batch(NamedTuple):
+    """Sequences packed one after the other: `tokens`, `positions` and `segments` [T]; the R positions whose
+    distributions are compared, `rows`, each with a weight of 1 or 0."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+    rows: np.ndarray
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, ids: np.ndarray, wanted: np.ndarray, count: int) -> "Batch":
+        """`ids` [S, T] with the positions `wanted` [S, T], at most `count` of each sequence."""
+        seqs, length = ids.shape
+        rows, weights = np.zeros((seqs, count), np.int32), np.zeros((seqs, count), np.float32)
+        for number, flags in enumerate(wanted):
+            found = np.flatnonzero(flags)[:count]
+            rows[number, : len(found)], weights[number, : len(found)] = number * length + found, 1
+        positions = np.tile(np.arange(length, dtype=np.int32), seqs)
+        segments = np.repeat(np.arange(seqs, dtype=np.int32), length)
+        return cls(ids.reshape(-1), positions, segments, rows.reshape(-1), weights.reshape(-1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +77,18 @@ class Rows:
             seen[kind] += 1
             flags.append(seen[kind] % HELD_OUT == 1)
         return np.array(flags)
+
+    def without_first(self) -> "Rows":
+        """In each row the first position that was wanted no longer is."""
+        later = np.logical_or.accumulate(self.wanted, axis=1)
+        later[:, 1:], later[:, 0] = later[:, :-1].copy(), False
+        return dataclasses.replace(self, wanted=self.wanted & later)
+
+    def early(self) -> np.ndarray:
+        """[S, T] bool: the positions before those that are wanted, mostly a prompt's, except the very first."""
+        early = ~np.logical_or.accumulate(self.wanted, axis=1) & self.wanted.any(axis=1, keepdims=True)
+        early[:, 0] = False
+        return early
 
     @property
     def most_wanted(self) -> int:

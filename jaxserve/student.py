@@ -1,51 +1,31 @@
-"""A student and its teacher: the first layers of a model, trained to give the whole model's distributions.
+"""What a teacher trains, and how: a student is the first layers of a model, or a head (head_student.py).
 
 The loss of a position is KL(p || q) = sum p (log p - log q), of the teacher's distribution p and the student's q
-(Hinton et al. 2015; for drafts DistillSpec, Zhou et al. 2024). Layers and last norm learn; the table of tokens and the
-head are the teacher's own and stay.
+(Hinton et al. 2015; for drafts DistillSpec, Zhou et al. 2024). Of a cut model layers and last norm learn; the table of
+tokens and the head are the teacher's own and stay.
 """
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from jaxserve.distill_rows import Batch, Rows
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import apply_params
+from jaxserve.models.hf_writer import write_checkpoint
 from jaxserve.models.registry import make_module
 
 Params = dict[str, jax.Array]
 FROZEN = ("embed_tokens/", "lm_head/")
-
-
-class Batch(NamedTuple):
-    """Sequences packed one after the other: `tokens`, `positions` and `segments` [T]; the R positions whose
-    distributions are compared, `rows`, each with a weight of 1 or 0."""
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    segments: np.ndarray
-    rows: np.ndarray
-    weights: np.ndarray
-
-    @classmethod
-    def of(cls, ids: np.ndarray, wanted: np.ndarray, count: int) -> "Batch":
-        """`ids` [S, T] with the positions `wanted` [S, T], at most `count` of each sequence."""
-        seqs, length = ids.shape
-        rows, weights = np.zeros((seqs, count), np.int32), np.zeros((seqs, count), np.float32)
-        for number, flags in enumerate(wanted):
-            found = np.flatnonzero(flags)[:count]
-            rows[number, : len(found)], weights[number, : len(found)] = number * length + found, 1
-        positions = np.tile(np.arange(length, dtype=np.int32), seqs)
-        segments = np.repeat(np.arange(seqs, dtype=np.int32), length)
-        return cls(ids.reshape(-1), positions, segments, rows.reshape(-1), weights.reshape(-1))
 
 
 class State(NamedTuple):
@@ -62,6 +42,44 @@ class Fixed(NamedTuple):
     student: Params
 
 
+class Pupil(Protocol):
+    """What can be trained. A batch is what it says it is, with a weight for each of its R distributions."""
+
+    def __str__(self) -> str:
+        """What it is, in a few words."""
+        ...
+
+    def pool(self, rows: Rows) -> np.ndarray:
+        """Numbers of what a step draws from: nothing of the rows held out."""
+        ...
+
+    def batch(self, rows: Rows, drawn: np.ndarray) -> Any:
+        """What was drawn from the pool."""
+        ...
+
+    def wanted(self, rows: Rows, number: int) -> Any:
+        """What is wanted of one row."""
+        ...
+
+    def taught(self, fixed: Fixed, batch: Any) -> jax.Array:
+        """What the other two need of the teacher, which is run once a batch."""
+        ...
+
+    def divergence(
+        self, fixed: Fixed, params: Params, batch: Any, taught: jax.Array, key: jax.Array
+    ) -> Float[Array, "R"]:
+        """KL(p || q) of each row; `key` is for what training does at random."""
+        ...
+
+    def agrees(self, fixed: Fixed, params: Params, batch: Any, taught: jax.Array) -> Bool[Array, "R"]:
+        """Of each row, whether its likeliest token is the teacher's."""
+        ...
+
+    def write(self, folder: pathlib.Path, checkpoint: Checkpoint, fixed: Fixed, params: Params) -> None:
+        """Puts what came out into a folder, with the tokenizer."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Student:
     """The configs of a teacher and of the student cut from it, which compute in `dtype`."""
@@ -69,6 +87,9 @@ class Student:
     teacher: ModelConfig
     config: ModelConfig
     dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.config.layers} of {self.teacher.layers} layers"
 
     @classmethod
     def cut(cls, checkpoint: Checkpoint, layers: int, dtype: str) -> tuple["Student", Fixed, Params]:
@@ -79,8 +100,32 @@ class Student:
         learning = {path: jnp.asarray(small.read(path), jnp.float32) for path in small.specs() if path not in fixed}
         return cls(checkpoint.config, small.config, dtype), Fixed(teacher, fixed), learning
 
-    def teacher_logits(self, fixed: Fixed, batch: Batch) -> Float[Array, "R V"]:
+    def pool(self, rows: Rows) -> np.ndarray:
+        return np.flatnonzero(~rows.held_out())
+
+    def batch(self, rows: Rows, drawn: np.ndarray) -> Batch:
+        return rows.batch(drawn)
+
+    def wanted(self, rows: Rows, number: int) -> Batch:
+        return rows.batch([number])
+
+    def taught(self, fixed: Fixed, batch: Batch) -> Float[Array, "R V"]:
+        """The teacher's logits."""
         return self._logits(self.teacher, fixed.teacher, batch)
+
+    def divergence(
+        self, fixed: Fixed, params: Params, batch: Batch, taught: jax.Array, key: jax.Array
+    ) -> Float[Array, "R"]:
+        return divergence(taught, self.logits(fixed, params, batch))
+
+    def agrees(self, fixed: Fixed, params: Params, batch: Batch, taught: jax.Array) -> Bool[Array, "R"]:
+        return jnp.argmax(taught, axis=-1) == jnp.argmax(self.logits(fixed, params, batch), axis=-1)
+
+    def write(self, folder: pathlib.Path, checkpoint: Checkpoint, fixed: Fixed, params: Params) -> None:
+        """A checkpoint as `jaxserve compile` takes it."""
+        everything = {path: np.asarray(value, np.float32) for path, value in {**fixed.student, **params}.items()}
+        checkpoint.write_tokenizer(folder)
+        write_checkpoint(folder, self.config, everything.items(), checkpoint.generation)
 
     def logits(self, fixed: Fixed, params: Params, batch: Batch) -> Float[Array, "R V"]:
         narrow = {path: value.astype(self.dtype) for path, value in params.items()}
@@ -97,15 +142,15 @@ def divergence(teacher: Float[Array, "R V"], student: Float[Array, "R V"]) -> Fl
     return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
 
-def make_step(student: Student, optimizer: optax.GradientTransformation) -> Callable[..., tuple[State, jax.Array]]:
-    """step(fixed, state, batch) -> (state, the batch's mean KL before it), compiled; the state is donated."""
+def make_step(pupil: Pupil, optimizer: optax.GradientTransformation) -> Callable[..., tuple[State, jax.Array]]:
+    """step(fixed, state, batch, key) -> (state, the batch's mean KL before it), compiled; the state is donated."""
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def step(fixed: Fixed, state: State, batch: Batch) -> tuple[State, jax.Array]:
-        target = student.teacher_logits(fixed, batch)
+    def step(fixed: Fixed, state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
+        taught = pupil.taught(fixed, batch)
 
         def loss(params: Params) -> jax.Array:
-            each = divergence(target, student.logits(fixed, params, batch))
+            each = pupil.divergence(fixed, params, batch, taught, key)
             return jnp.sum(each * batch.weights) / jnp.maximum(jnp.sum(batch.weights), 1)
 
         value, gradient = jax.value_and_grad(loss)(state.params)
@@ -115,13 +160,12 @@ def make_step(student: Student, optimizer: optax.GradientTransformation) -> Call
     return step
 
 
-def make_agreement(student: Student) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def make_agreement(pupil: Pupil) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """agreement(fixed, params, batch) -> (rows whose likeliest token is the teacher's, rows), compiled."""
 
     @jax.jit
-    def agreement(fixed: Fixed, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        wanted, found = student.teacher_logits(fixed, batch), student.logits(fixed, params, batch)
-        same = jnp.argmax(wanted, axis=-1) == jnp.argmax(found, axis=-1)
+    def agreement(fixed: Fixed, params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
+        same = pupil.agrees(fixed, params, batch, pupil.taught(fixed, batch))
         return jnp.sum(same * batch.weights), jnp.sum(batch.weights)
 
     return agreement

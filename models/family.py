@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -97,4 +97,4 @@ def logits_and_hidden(
         capture_intermediates=lambda inner, _: inner.name == "norm",
         mutable=["intermediates"],
     )
-    return cast(jax.Array, logits), kept["intermediates"]["norm"]["__call__"][0]
+    return cast(jax.Array, logits), cast(Any, kept)["intermediates"]["norm"]["__call__"][0]

@@ -1,14 +1,15 @@
 """A head that foresees the token after the next: what `jaxserve distill --head` trains, a draft of one token.
 
 A step of the target gives the state h of its last layer and the next token; the head reads both and names the token
-after it, for a fraction of what a step of the target costs (as Hydra's heads do, Ankner et al. 2024, and the speculators
-of Wertheimer et al. 2024). It knows the tokens that are frequent in what it was trained on and no others.
+after it, for a fraction of what a step of the target costs (as Hydra's heads do, Ankner et al. 2024, and the
+speculators of Wertheimer et al. 2024). It knows the tokens that are frequent in what it was trained on and no others.
 """
 
 import dataclasses
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -43,12 +44,17 @@ class LookAhead(nn.Module):
     dtype: jnp.dtype = jnp.dtype("float32")
 
     @nn.compact
-    def __call__(self, hidden: Float[Array, "R D"], tokens: Int32[Array, "R"]) -> Float[Array, "R M"]:
-        """`tokens` are places in the table; M stands for any token that is not in it."""
+    def __call__(
+        self, hidden: Float[Array, "R D"], tokens: Int32[Array, "R"], keep: Float[Array, "R E"] | None = None
+    ) -> Float[Array, "R M"]:
+        """`tokens` are places in the table; M stands for any token that is not in it. Training multiplies [a, e] by
+        `keep`, E = 2 D, for dropout."""
         table = Embed(self.vocab, self.width, self.dtype, name="embed_tokens")
         state = RMSNorm(_EPS, self.dtype, name="state_norm")(hidden.astype(self.dtype))
         token = jnp.where((tokens < self.vocab)[:, None], table(tokens), 0)
         both = jnp.concatenate([state, RMSNorm(_EPS, self.dtype, name="token_norm")(token)], axis=-1)
+        if keep is not None:
+            both = both * keep
         gate, up = (Linear(self.mlp, self.dtype, name=name)(both) for name in ("gate", "up"))
         added = Linear(self.width, self.dtype, name="down")(jax.nn.silu(gate) * up)
         return table.attend(Linear(self.width, self.dtype, name="mix")(state) + added)
@@ -74,7 +80,8 @@ class Head:
 
     def save(self, file: Path) -> None:
         """`tokens` [M] int32, and every parameter by its path, in float16."""
-        np.savez(file, tokens=self.tokens, **{path: value.astype(np.float16) for path, value in self.params.items()})
+        params: dict[str, Any] = {path: value.astype(np.float16) for path, value in self.params.items()}
+        np.savez(file, tokens=self.tokens, **params)
 
     @classmethod
     def load(cls, file: Path, width: int, vocab: int) -> "Head":
@@ -102,4 +109,4 @@ def param_specs(module: LookAhead) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter by path; nothing is allocated."""
     hidden, tokens = jax.ShapeDtypeStruct((1, module.width), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
     variables = jax.eval_shape(module.init, jax.eval_shape(lambda: jax.random.key(0)), hidden, tokens)
-    return flatten_dict(variables["params"], sep="/")
+    return cast(dict[str, jax.ShapeDtypeStruct], flatten_dict(variables["params"], sep="/"))

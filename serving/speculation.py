@@ -101,7 +101,6 @@ class StepCosts:
         for size, each in seconds.items():
             self._ratio[size] = each / (self._pace or each)
             self._ratios[size].extend([self._ratio[size]] * _ENOUGH)
-        self.interrupt()
 
     def interrupt(self) -> None:
         """Prompts came in between: other sequences run from now on, so the pace begins anew with the next step."""

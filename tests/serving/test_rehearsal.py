@@ -44,6 +44,18 @@ def test_sizes_take_what_undisturbed_steps_of_them_take(clocked):
     assert [tokens for _, tokens in runner.plans] == [1, 2, 4, 8, 16] * 3
 
 
+def test_a_size_that_was_always_disturbed_takes_what_the_next_larger_does(clocked):
+    runner = clocked(LIMITS)
+    dispatch = runner.dispatch
+
+    def disturbed(plan):
+        runner.clock += 0.05 * (plan.num_tokens == 2)
+        return dispatch(plan)
+
+    runner.dispatch = disturbed
+    assert step_seconds(runner, LIMITS)[2] == pytest.approx(0.008)
+
+
 @pytest.mark.parametrize(
     ("lowered", "sizes"),
     [
@@ -73,7 +85,7 @@ def test_costs_begin_with_what_was_measured_and_take_the_pace_of_requests():
     assert costs.known and costs.best_count(1, gains, [0.0] * 3) == 1
     costs.add(2, 1.2)
     assert (costs.seconds(1), costs.seconds(2), costs.seconds(4)) == pytest.approx((1.0, 1.2, 10.0))
-    for _ in range(20):  # later steps say otherwise
+    for _ in range(5):  # later steps say otherwise
         costs.add(1, 1.0)
         costs.add(4, 1.3)
     assert costs.seconds(4) == pytest.approx(1.3) and costs.best_count(1, gains, [0.0] * 3) == 3
@@ -147,9 +159,15 @@ def test_it_begins_when_the_programs_are_loaded():
 
 def test_a_device_that_hangs_is_seen():
     runner = FakeRunner(LIMITS)
-    runner.dispatch = lambda plan: time.sleep(0.5)  # type: ignore[method-assign]
+    dispatch = runner.dispatch
+
+    def slow(plan):
+        time.sleep(0.2)
+        return dispatch(plan)
 
     async def main(engine):
         await until(lambda: not engine.healthy)
+        await until(lambda: engine.healthy)
 
+    runner.dispatch = slow
     serve(main, runner, speculation=guessing(LIMITS), hang_seconds=0.05)

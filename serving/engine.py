@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from jaxserve.serving.blocks import BlockPool
 from jaxserve.serving.delivery import Delivery, OutputStream
 from jaxserve.serving.plan import Pending, Runner, StepPlan, StepResult
+from jaxserve.serving.rehearsal import step_seconds
 from jaxserve.serving.request import EngineClosed, GenerationRequest, Limits, Output, Sequence
 from jaxserve.serving.scheduler import Scheduler
 from jaxserve.serving.speculation import Speculation
@@ -160,7 +161,21 @@ class Engine:
                 self._delivery.post(stream, Output(index, finish_reason=reason, error=error))
         self._delivery.hand_over()
 
+    def _rehearse(self) -> None:
+        """Measures what steps cost, for speculation, before the first request. One that comes before the programs are
+        loaded does not wait for it: then the costs are learned from requests."""
+        speculation = self.scheduler.speculation
+        if speculation is None or speculation.costs.known:
+            return
+        while not self._runner.ready:
+            if not self._inbox.empty():
+                return
+            time.sleep(0.005)
+        self._busy_since = time.monotonic()
+        speculation.costs.begin(step_seconds(self._runner, self.limits))
+
     def _loop(self) -> None:
+        self._rehearse()
         in_flight: _InFlight | None = None
         while not self._stopping:
             if in_flight is None and not self.scheduler.has_work:

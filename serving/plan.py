@@ -104,6 +104,11 @@ class Runner(Protocol):
     them later.
     """
 
+    @property
+    def ready(self) -> bool:
+        """Whether each step runs in the smallest program that fits: all are loaded."""
+        ...
+
     def admit(self, seq: Sequence) -> None:
         """Loads the state of seq.slot: length seq.num_admitted, seed, params, stop_ids, output_ids."""
         ...

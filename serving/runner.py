@@ -100,6 +100,11 @@ class Runner:
         """Compilations by XLA in this process since the runner was made, or since its last warm-up. Must stay 0."""
         return self._compilations.count
 
+    @property
+    def ready(self) -> bool:
+        """Whether all step programs are loaded."""
+        return all(map(self._is_loaded, self._buckets))
+
     def close(self) -> None:
         """Stops counting compilations."""
         self._compilations.close()

@@ -101,6 +101,19 @@ class StepCosts:
         self._steps = self._last = 0  # how many there were, and the size of the last
         self._interrupted = False
 
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured, ever."""
+        return any(self._ratios.values())
+
+    def begin(self, seconds: Mapping[int, float]) -> None:
+        """Steps of these sizes were measured together before the first request: they count as much as _ENOUGH later
+        ones. The pace of a request is its own."""
+        self._pace = next(iter(seconds.values()), None)
+        for size, each in seconds.items():
+            self._ratio[size] = each / (self._pace or each)
+            self._ratios[size].extend([self._ratio[size]] * _ENOUGH)
+
     def interrupt(self) -> None:
         """Prompts came in between: other sequences run from now on, so the pace begins anew with the next step."""
         self._interrupted = True

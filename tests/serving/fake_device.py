@@ -72,6 +72,8 @@ class Done:
 class FakeRunner:
     """Executes each step when it is dispatched: that is the order in which a device does, too."""
 
+    ready = True
+
     def __init__(self, limits: Limits):
         self.limits = limits
         self.pages = [[UNWRITTEN] * limits.page_size for _ in range(limits.num_pages)]

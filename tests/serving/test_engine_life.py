@@ -273,6 +273,8 @@ def test_phase_histogram():
 class Instant:
     """A device that takes no time at all, so that what is left is the host's."""
 
+    ready = True
+
     def admit(self, seq): ...
 
     def copy_pages(self, copies): ...

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.serving.blocks import BlockPool
+from jaxserve.serving.rehearsal import step_seconds
 from jaxserve.serving.request import GenerationRequest, SamplingParams, Sequence
 from jaxserve.serving.runner import CompileCounter
 from jaxserve.serving.scheduler import Scheduler
@@ -36,6 +37,36 @@ def test_warmup_leaves_no_trace(compiled):
     runner.warmup()
     for name, array in (runner.caches | runner.state).items():
         np.testing.assert_array_equal(array, before[name], err_msg=name)
+    runner.close()
+
+
+def test_a_rehearsal_changes_nothing_and_compiles_nothing(compiled):
+    """The answer in the slot and the pages that it used, with penalties; the scratch row stays neutral."""
+    found = []
+    for rehearsed in (False, True):
+        runner = toy.make_runner(*compiled)
+        runner.warmup()
+        if rehearsed:
+            scratch = {name: np.array(array)[-1] for name, array in runner.state.items()}
+            assert runner.ready and list(step_seconds(runner, toy.LIMITS)) == [1, 2, 4, 8, 16]
+            for name, array in runner.state.items():
+                np.testing.assert_array_equal(np.array(array)[-1], scratch[name], err_msg=name)
+        seq = toy.make_sequence("a", [3, 1, 4, 1, 5], 0, [0, 1, 2], presence_penalty=1.0, frequency_penalty=0.5)
+        runner.admit(seq)
+        rows = [toy.make_row(seq, 0, 5), *(toy.make_row(seq, 5 + i, 1, from_state=True) for i in range(6))]
+        results = [runner.dispatch(step(row)).result() for row in rows]
+        found.append([(result.tokens, result.logprob) for result in results])
+        assert runner.compilations == 0
+        runner.close()
+    assert found[0] == found[1]
+
+
+def test_a_runner_is_ready_when_every_program_is_loaded(compiled):
+    runner, missing = toy.make_runner(*compiled), {max(compiled[0])}
+    runner._is_loaded = lambda bucket: bucket not in missing
+    assert not runner.ready
+    missing.clear()
+    assert runner.ready
     runner.close()
 
 

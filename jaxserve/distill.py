@@ -99,14 +99,17 @@ class HeadOptions(Training):
     head_width: int | None = None
 
     def check(self, config: ModelConfig) -> None:
-        if not 1 <= (self.head_vocab or 1) <= config.vocab or self.head_vocab == 0:
+        if self.head_vocab is not None and not 1 <= self.head_vocab <= config.vocab:
             raise UserError(f"--head-vocab {self.head_vocab} is not between 1 and {config.vocab}, the model's tokens")
         if self.head_width is not None and self.head_width < 1:
             raise UserError(f"--head-width {self.head_width} is less than 1")
 
     def rows(self, checkpoint: Checkpoint, report: Reporter) -> Rows:
         """The first token of an answer is the target's alone: no state of its own step stands before it."""
-        return super().rows(checkpoint, report).without_first()
+        rows = super().rows(checkpoint, report).without_first()
+        if not rows.wanted[~rows.held_out()].any():
+            raise UserError("there is too little to train on: a head needs answers of two tokens or more")
+        return rows
 
     def begin(
         self, checkpoint: Checkpoint, rows: Rows, training: pathlib.Path, report: Reporter

@@ -132,6 +132,13 @@ def test_the_command_trains_one_kind_of_draft_and_takes_its_flags_alone(tmp_path
     assert "begun" in told and f"next: jaxserve compile {stories_model} --look-ahead {tmp_path / 'b'}" in told
 
 
+def test_answers_of_one_token_are_too_little(tmp_path, stories_model, text, monkeypatch):
+    rows = answer_rows([[1, 2, 3]] * 9, [[7]] * 9, ("a",) * 9, 32, 1)
+    monkeypatch.setattr(module, "make_rows", lambda *_: rows)
+    with pytest.raises(UserError, match="needs answers of two tokens"):
+        distill(options(stories_model, text, tmp_path / "head"), QUIET)
+
+
 # ---- what it is asked and what it is told
 
 

@@ -28,7 +28,8 @@ class HeadProposer(NgramProposer):
         return self._right.value(prior=_START)
 
     def foresee(self, seq: Sequence, place: int, token: int, rate: float) -> None:
-        self._said.by_place[seq][place] = Next(token, rate, 0)
+        if rate > 0:  # not where the head was not asked, nor where numbers are not finite
+            self._said.by_place[seq][place] = Next(token, rate, 0)
 
     def rates(self, seq: Sequence) -> list[float]:
         if not seq.num_pending:

@@ -113,6 +113,13 @@ def test_what_was_foreseen_is_proposed_and_learned():
     assert proposer.rates(seq) == []
 
 
+@pytest.mark.parametrize("rate", [0.0, float("nan")])
+def test_a_rate_that_is_none_says_nothing(rate):
+    proposer, seq = HeadProposer(), sequence([1, 2, 3, 4], 3)
+    proposer.foresee(seq, 4, 9, rate)
+    assert proposer.rates(seq) == [] and proposer.propose({seq: 3}) == {seq: []}
+
+
 def test_the_likelier_of_head_and_lookup_is_proposed():
     for rate, proposed in ((0.2, [4, 5]), (0.9, [8])):
         proposer, seq = HeadProposer(), sequence([1, 2, 3, 4, 5, 6, 1, 2, 3], 9)

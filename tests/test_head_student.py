@@ -88,7 +88,7 @@ def test_a_killed_run_goes_on_to_the_same_head(trained, tmp_path, stories_model,
     assert (folder / "training" / "states.npy").exists() and not (folder / LOOK_AHEAD).exists()
     with pytest.raises(UserError, match="unfinished run with other options"):
         distill(options(stories_model, text, folder, head_width=64), QUIET)
-    monkeypatch.setattr("jaxserve.head_student.last_states", None)  # the teacher is not asked again
+    monkeypatch.setattr("jaxserve.head_student.logits_and_hidden", None)  # the teacher is not asked again
     distill(options(stories_model, text, folder), QUIET)
     whole, resumed = load(trained[0]), load(folder)
     for path, value in whole.params.items():

@@ -141,7 +141,7 @@ def _answer_rows(options: Source, tokenizer: Tokenizer, report: Reporter) -> Row
         raise UserError("--prompts needs --artifact DIR, the compiled target, which answers them")
     questions = read_questions(options.prompts, 1, "--prompts")
     session = Session(options.artifact, LowerLimits(), report.note)
-    check_same_tokens(options.artifact, session.tokenizer, tokenizer)
+    check_same_tokens(f"--artifact {options.artifact}", session.tokenizer, tokenizer)
     longest = session.limits.max_model_len - options.answer_tokens
     if longest < 1:
         most = session.limits.max_model_len - 1

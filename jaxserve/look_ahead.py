@@ -37,7 +37,7 @@ def load_head(folder: pathlib.Path, width: int, vocab: int, tokenizer: Tokenizer
     """The head that `jaxserve distill --head` made; UserError when it is none, or not of this model."""
     if not (folder / LOOK_AHEAD).exists():
         raise UserError(f"--look-ahead {folder}: it holds no {LOOK_AHEAD}; `jaxserve distill MODEL --head` makes one")
-    check_same_tokens(folder, load_tokenizer(folder), tokenizer)
+    check_same_tokens(f"--look-ahead {folder}", load_tokenizer(folder), tokenizer)
     return Head.load(folder / LOOK_AHEAD, width, vocab)
 
 

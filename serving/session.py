@@ -86,13 +86,13 @@ class Session:
 
     def _ngrams(self, folder: pathlib.Path) -> NgramProposer:
         """Prompt lookup with the table in `folder`; UserError when its tokens are not the target's."""
-        check_same_tokens(folder, load_tokenizer(folder), self.tokenizer)
+        check_same_tokens(f"--speculate {folder}", load_tokenizer(folder), self.tokenizer)
         return NgramProposer(NgramTable.load(folder / NGRAMS, self.limits.vocab_size))
 
     def _draft(self, folder: pathlib.Path) -> DraftProposer:
         """The artifact in `folder` as a draft; UserError when its tokens are not the target's."""
         artifact = open_artifact(folder)
-        check_same_tokens(folder, load_tokenizer(artifact.tokenizer), self.tokenizer)
+        check_same_tokens(f"--speculate {folder}", load_tokenizer(artifact.tokenizer), self.tokenizer)
         limits = compiled_limits(artifact.manifest)
         if limits.vocab_size != self.limits.vocab_size:
             raise UserError(
@@ -115,8 +115,8 @@ class Session:
                 engine.stop()
 
 
-def check_same_tokens(folder: pathlib.Path, draft: Tokenizer, target: Tokenizer) -> None:
-    """UserError unless every id stands for the same bytes in both."""
+def check_same_tokens(named: str, draft: Tokenizer, target: Tokenizer) -> None:
+    """UserError unless every id stands for the same bytes in both; `named` is the flag and the folder of the draft."""
     reason = ""
     if draft.vocab_size != target.vocab_size:
         reason = f"it knows {draft.vocab_size} tokens, the target's {target.vocab_size}"
@@ -128,5 +128,5 @@ def check_same_tokens(folder: pathlib.Path, draft: Tokenizer, target: Tokenizer)
                 break
     if reason:
         raise UserError(
-            f"--speculate {folder}: the draft has another tokenizer: {reason}; compile a draft that shares it"
+            f"{named}: it has another tokenizer than the target: {reason}; name one that shares the target's"
         )

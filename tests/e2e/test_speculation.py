@@ -173,7 +173,7 @@ def test_counted_ngrams_change_no_answer(
     one, two = list(vocab)[400:402]
     vocab[one], vocab[two] = vocab[two], vocab[one]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(UserError, match="another tokenizer: its token 400 is"):
+    with pytest.raises(UserError, match="another tokenizer than the target: its token 400 is"):
         session.speculation(str(folder))
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import pathlib
 import random
 
 import pytest
@@ -141,8 +140,7 @@ def test_a_draft_of_another_tokenizer_is_refused():
     class Larger(Pieces):
         vocab_size = 31
 
-    folder = pathlib.Path("draft")
-    check_same_tokens(folder, TOKENIZER, TOKENIZER)
+    check_same_tokens("--speculate draft", TOKENIZER, TOKENIZER)
     for backend, reason in ((Other(), r"its token 7 is b'\?', the target's b'f'"), (Larger(), "it knows 31 tokens")):
-        with pytest.raises(UserError, match=f"--speculate draft: the draft has another tokenizer: {reason}"):
-            check_same_tokens(folder, Tokenizer(backend, SpecialTokens()), TOKENIZER)
+        with pytest.raises(UserError, match=f"--speculate draft: it has another tokenizer than the target: {reason}"):
+            check_same_tokens("--speculate draft", Tokenizer(backend, SpecialTokens()), TOKENIZER)

@@ -141,5 +141,6 @@ def run(options: argparse.Namespace) -> int:
             report.note(f"calibrated on {summary['calibration']}, in {summary['calibration_seconds']} s")
         report.note(f"limits    {summary['max_num_seqs']} sequences of up to {summary['max_model_len']} tokens")
         report.note(f"programs  {', '.join(summary['buckets'])}")
-        report.note(f"done in {summary['seconds']} s; next: jaxserve serve {summary['artifact']}")
+        flags = " --speculate head" if options.look_ahead else ""
+        report.note(f"done in {summary['seconds']} s; next: jaxserve serve {summary['artifact']}{flags}")
     return 0

@@ -27,7 +27,8 @@ from jaxserve.text import Tokenizer, load_tokenizer
 PREFIX = "look_ahead/"  # of the head's parameters among the artifact's
 # 8-bit rows: a head is read once for each token that it names, so its bytes are its cost.
 _PASSES = (
-    "canonicalize,lower-dense-matmul,fuse-gate-up,quantize-matmul{{rules='.*=w8a16'}},{narrow}choose-layout,fuse-epilogue"
+    "canonicalize,lower-dense-matmul,fuse-gate-up,"
+    "quantize-matmul{{rules='.*=w8a16'}},{narrow}choose-layout,fuse-epilogue"
 )
 
 LookAheadFn = Callable[[Mapping[str, Array], Array, Array], tuple[Array, Array]]

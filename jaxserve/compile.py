@@ -66,6 +66,10 @@ def compile_model(options: CompileOptions, report: Reporter) -> dict[str, Any]:
             f"{len(checkpoint.unused)} tensors of the checkpoint are not used: {', '.join(checkpoint.unused[:5])}"
         )
     if options.output is None:
+        if options.look_ahead:
+            raise UserError(
+                "--look-ahead puts a head into the steps, and --stop-after makes none; leave out one of them"
+            )
         if options.stop_after is None:
             raise UserError("say where to write the artifact: -o DIR (or use --stop-after PASS to look at the IR only)")
         plan = make_plan(options, checkpoint, checkpoint.config.vocab)

@@ -5,7 +5,7 @@ The step's graph then gives the last layer's state beside the logits. What a ste
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxserve.passes.pipeline import Context, PipelineResult, for_platform, run_
 from jaxserve.passes.recipes import parse_spec
 from jaxserve.passes.trace import trace_graph
 from jaxserve.passes.weights import WeightPlan
+from jaxserve.serving import step as steps
 from jaxserve.serving.session import check_same_tokens
 from jaxserve.text import Tokenizer, load_tokenizer
 
@@ -30,8 +31,6 @@ _PASSES = (
     "canonicalize,lower-dense-matmul,fuse-gate-up,"
     "quantize-matmul{{rules='.*=w8a16'}},{narrow}choose-layout,fuse-epilogue"
 )
-
-LookAheadFn = Callable[[Mapping[str, Array], Array, Array], tuple[Array, Array]]
 
 
 def load_head(folder: pathlib.Path, width: int, vocab: int, tokenizer: Tokenizer) -> Head:
@@ -87,7 +86,7 @@ class _Values:
         return self.values[path]
 
 
-def head_function(graph: Graph) -> LookAheadFn:
+def head_function(graph: Graph) -> steps.LookAhead:
     """(params, hidden [R, D], tokens [R]) -> (token, rate) of each row, from a rewritten graph."""
 
     def foresee(params: Mapping[str, Array], hidden: Array, tokens: Array) -> tuple[Array, Array]:

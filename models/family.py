@@ -69,16 +69,9 @@ def param_specs(module: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     return cast(dict[str, jax.ShapeDtypeStruct], flatten_dict(variables["params"], sep="/"))
 
 
-def apply_params(
-    module: nn.Module,
-    params: Mapping[str, jax.Array],
-    tokens: jax.Array,
-    positions: jax.Array,
-    segments: jax.Array,
-    logit_rows: jax.Array,
-) -> jax.Array:
-    """The module's logits [R, V] with parameters given by path, the form that passes trace."""
-    return logits_and_hidden(module, params, tokens, positions, segments, logit_rows)[0]
+def apply_params(module: nn.Module, params: Mapping[str, jax.Array], *inputs: jax.Array) -> jax.Array:
+    """The logits alone of `logits_and_hidden`, with the same inputs."""
+    return logits_and_hidden(module, params, *inputs)[0]
 
 
 def logits_and_hidden(
@@ -89,7 +82,8 @@ def logits_and_hidden(
     segments: jax.Array,
     logit_rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The module's logits [R, V] with parameters given by path, and what they are made of: the last norm's [R, D]."""
+    """The module's logits [R, V] with parameters given by path, the form that passes trace, and what they are made of:
+    the output of the last norm, [R, D]."""
     variables = {"params": unflatten_dict(dict(params), sep="/")}
     logits, kept = module.apply(
         variables,

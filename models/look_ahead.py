@@ -6,8 +6,6 @@ speculators of Wertheimer et al. 2024). It knows the tokens that are frequent in
 """
 
 import dataclasses
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,15 +18,11 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.errors import UserError
 from jaxserve.models.layers import Embed, Linear, RMSNorm
+from jaxserve.npz import read_npz
 
 LOOK_AHEAD = "look_ahead.npz"  # the file in the folder of such a head
 FROZEN = "embed_tokens/embedding"  # of the parameters, the one that is the target's own and does not learn
 _EPS = 1e-5
-# What numpy and zipfile raise for bytes that are no such file.
-_UNREADABLE = (
-    *(OSError, TypeError, ValueError, KeyError, EOFError, RuntimeError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error),
-)
 
 
 class LookAhead(nn.Module):
@@ -86,11 +80,7 @@ class Head:
     @classmethod
     def load(cls, file: Path, width: int, vocab: int) -> "Head":
         """UserError when the file is damaged, or of a model of another width or with more than `vocab` tokens."""
-        try:
-            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as data:
-                arrays = {name: data[name] for name in data.files}
-        except _UNREADABLE as error:
-            raise UserError(f"{file}: no look-ahead head, or a damaged one ({error}); make it again") from error
+        arrays = read_npz(file, "look-ahead head")
         tokens = arrays.pop("tokens", np.zeros(0))
         rising = tokens.dtype == np.int32 and tokens.ndim == 1 and tokens.size > 0 and (np.diff(tokens) > 0).all()
         if not (rising and tokens[0] >= 0 and tokens[-1] < vocab):

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping
 from jaxserve.serving.blocks import BlockPool
 from jaxserve.serving.plan import Row, Runner, StepPlan
 from jaxserve.serving.request import Limits, Sequence
-from jaxserve.serving.speculation import MOST_PROPOSALS, Proposer, Rate
+from jaxserve.serving.speculation import MOST_PROPOSALS, PATIENCE, Proposer, Rate
 
-_PATIENCE = 64  # times that a sequence's rate is asked for without a proposal after which it gets another chance,
-_CHANCE = 0.7  # at this rate, which is also where the first sequence begins
+_CHANCE = 0.7  # the rate at which a sequence gets another chance, which is also where the first one begins
 
 
 class DraftProposer(Proposer):
@@ -43,7 +42,7 @@ class DraftProposer(Proposer):
             return []
         draft.asked += 1
         rate = draft.rate.value(prior=self._overall.value(prior=_CHANCE))
-        return [max(rate, _CHANCE) if draft.asked > _PATIENCE else rate] * room
+        return [max(rate, _CHANCE) if draft.asked > PATIENCE else rate] * room
 
     def seconds(self, count: int) -> float:
         """Of the steps that `count` proposals in a row take."""

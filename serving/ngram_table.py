@@ -2,8 +2,6 @@
 
 import collections
 import pathlib
-import zipfile
-import zlib
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
@@ -11,18 +9,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxserve.errors import UserError
+from jaxserve.npz import read_npz
 from jaxserve.serving.request import Sequence
 
 NGRAMS = "ngrams.npz"  # the file in the folder of such a draft
 TAILS = (3, 2, 1)  # how many last tokens are looked up; the likeliest of what they say counts
 _SEEN = {3: 2, 2: 2, 1: 4}  # how often a tail must have been seen: a single token says little
 _DEPTH = 6  # proposals in a row: what is likely after what is likely is not likely for long
-# What numpy and zipfile raise for bytes that are no such file; RuntimeError where they seem to be encrypted, or packed
-# in a way that is not known, MemoryError where they promise too much.
-_UNREADABLE = (
-    *(OSError, TypeError, ValueError, KeyError, EOFError, RuntimeError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error),
-)
 
 
 class Next(NamedTuple):
@@ -111,11 +104,8 @@ class NgramTable:
     @classmethod
     def load(cls, file: pathlib.Path, vocab_size: int) -> "NgramTable":
         """UserError when the file is damaged, or names tokens that there are not."""
-        try:
-            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as data:
-                tails, tokens, rates = (data[name] for name in ("tails", "tokens", "rates"))
-        except _UNREADABLE as error:
-            raise UserError(f"{file}: no table of n-grams, or a damaged one ({error}); make it again") from error
+        arrays = read_npz(file, "table of n-grams")
+        tails, tokens, rates = (arrays.get(name, np.zeros(0)) for name in ("tails", "tokens", "rates"))
         shaped = tails.shape == (tokens.size, max(TAILS)) and tokens.shape == rates.shape == (tokens.size,)
         whole = shaped and (tails.dtype, tokens.dtype, rates.dtype) == (np.int32, np.int32, np.float32)
         if not (

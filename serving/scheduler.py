@@ -138,8 +138,7 @@ class Scheduler:
 
     def _looks_ahead(self, plan: StepPlan) -> bool:
         """Whether it pays to have the look-ahead head foresee what comes after the tokens that the plan chooses."""
-        rows = sum(row.samples > 0 for row in plan.rows)
-        if self.speculation is None or not rows:
+        if self.speculation is None or not (rows := sum(row.samples > 0 for row in plan.rows)):
             return False
         return self.speculation.looks_ahead(rows, self.limits.row_sizes[-1] - rows)
 

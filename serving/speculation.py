@@ -18,7 +18,7 @@ from jaxserve.serving.request import Sequence
 MOST_PROPOSALS = 15  # in a row: with the last token they fill a step of 16
 # Measured steps of a size that count; how many are enough to trust their median; how many steps later it is too old.
 _RECENT, _ENOUGH, _STALE = 15, 3, 3000
-_PATIENCE = 64  # steps after which a look-ahead head that did not pay gets another chance
+PATIENCE = 64  # times that a draft or a look-ahead head is passed over before it gets another chance
 _PACE = 9  # steps that tell how fast steps are now
 
 
@@ -202,7 +202,7 @@ class Speculation:
             return False
         gains = [rate] * min(rows, room)
         self._blind += 1
-        if self._blind > _PATIENCE or self.costs.best_count(rows, gains, [self._idle] * len(gains)):
+        if self._blind > PATIENCE or self.costs.best_count(rows, gains, [self._idle] * len(gains)):
             self._blind = 0
         return not self._blind
 

@@ -22,6 +22,7 @@ from jaxserve.reporting import Reporter
 from jaxserve.serving.ngram_table import NGRAMS, NgramTable
 from jaxserve.serving.request import InvalidRequest
 from jaxserve.student import Batch, divergence
+from tests.distill_support import write_stories
 
 STEPS = 30
 
@@ -33,11 +34,7 @@ def stories_model(shared) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> pathlib.Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    names = ("Tom", "Lily", "the dog", "a bird")
-    lines = [f"Once upon a time, {a} saw {b}. {a} was happy. They went to the park.\n" for a in names for b in names]
-    file.write_text("".join(lines) * 2)
-    return file
+    return write_stories(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def options(model, text, output, **changes: Any) -> DistillOptions:

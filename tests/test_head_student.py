@@ -23,6 +23,7 @@ from jaxserve.models.registry import make_module
 from jaxserve.models.resolve import resolve
 from jaxserve.reporting import Reporter
 from jaxserve.student import State, make_agreement, make_step
+from tests.distill_support import write_stories
 
 QUIET = Reporter(quiet=True)
 STEPS, VOCAB = 40, 200
@@ -35,11 +36,7 @@ def stories_model(shared) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> pathlib.Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    names = ("Tom", "Lily", "the dog", "a bird")
-    lines = [f"Once upon a time, {a} saw {b}. {a} was happy. They went to the park.\n" for a in names for b in names]
-    file.write_text("".join(lines) * 2)
-    return file
+    return write_stories(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def options(model, text, output, **changes: Any) -> HeadOptions:

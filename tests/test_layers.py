@@ -20,6 +20,7 @@ STORED = {"manifest", "artifact", "executables", "weights_io"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "heap": set(),
+    "npz": {"errors"},
     "_compat": set(),
     "targets": {"errors"},
     "manifest": {"errors"},
@@ -28,9 +29,9 @@ ALLOWED: dict[str, set[str]] = {
     "executables": {"errors", "heap", "targets", "manifest", "artifact", "pallas_kernels"},  # registers custom calls
     "text": {"errors", "targets"},
     "pallas_kernels": BASE,
-    "models": BASE | {"pallas_kernels", "text"},
+    "models": BASE | {"npz", "pallas_kernels", "text"},
     "passes": BASE | {"pallas_kernels"},
-    "serving": BASE | STORED | {"heap", "pallas_kernels", "text"},
+    "serving": BASE | STORED | {"heap", "npz", "pallas_kernels", "text"},
 }
 WITHOUT_JAX = (
     "serving.request",
@@ -41,6 +42,9 @@ WITHOUT_JAX = (
     "serving.ngram",
     "serving.ngram_table",
     "serving.draft",
+    "serving.head",
+    "serving.rehearsal",
+    "npz",
 )
 UNSTABLE = ("jax.extend", "jax.interpreters", "jax._src")
 

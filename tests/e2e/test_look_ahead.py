@@ -6,12 +6,15 @@ from collections.abc import Iterator
 import pytest
 
 from jaxserve.cli import main
+from jaxserve.compile import compile_model
 from jaxserve.distill import HeadOptions, distill
 from jaxserve.errors import UserError
 from jaxserve.models.look_ahead import LOOK_AHEAD
 from jaxserve.pallas_kernels._native import is_available
+from jaxserve.plan import CompileOptions
 from jaxserve.reporting import Reporter
 from jaxserve.serving.session import Session
+from tests.distill_support import write_stories
 from tests.e2e.support import compile_artifact, load
 from tests.e2e.test_speculation import answers, requests, spendthrift
 
@@ -22,10 +25,7 @@ pytestmark = pytest.mark.skipif(not is_available(), reason="XLA's own dots depen
 def head(tmp_path_factory: pytest.TempPathFactory, stories_model: pathlib.Path) -> pathlib.Path:
     """Trained for seconds on a text such as the model writes: right often enough to be seen."""
     folder = tmp_path_factory.mktemp("head")
-    text = folder / "text.txt"
-    names = ("Tom", "Lily", "the dog", "a bird")
-    lines = [f"Once upon a time, {a} saw {b}. {a} was happy. They went to the park.\n" for a in names for b in names]
-    text.write_text("".join(lines) * 2)
+    text = write_stories(folder / "text.txt")
     options = HeadOptions(
         model=str(stories_model), text=text, output=folder / "out", length=32, batch=256, steps=60, head_vocab=400
     )
@@ -77,6 +77,9 @@ def test_what_does_not_go_together_is_refused(
     without.runner.close()
     with pytest.raises(UserError, match="leave out one of them"):
         compile_artifact(tmp_path / "a", stories_model, "f32", look_ahead=head, draft="layers:2")
+    with pytest.raises(UserError, match="--stop-after makes none"):
+        options = CompileOptions(model=str(stories_model), output=None, look_ahead=head, stop_after="canonicalize")
+        compile_model(options, Reporter(quiet=True))
     broken = (head / LOOK_AHEAD).read_bytes()[:-50]
     (tmp_path / LOOK_AHEAD).write_bytes(broken)
     for file in head.iterdir():

@@ -129,6 +129,9 @@ def test_other_files_and_other_models_are_refused(tmp_path):
         np.save(opened, np.zeros(3))  # one array, no archive of them
     with pytest.raises(UserError, match="no look-ahead head, or a damaged one"):
         Head.load(file, D, V)
+    np.savez_compressed(file, tokens=TOKENS, more=np.zeros(10_000_000))  # 80 MB in 80 kB
+    with pytest.raises(UserError, match="would unpack to 800"):
+        Head.load(file, D, V)
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 0xFF
     file.write_bytes(flipped)

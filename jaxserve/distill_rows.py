@@ -22,11 +22,15 @@ from jaxserve.serving.session import Session, check_same_tokens
 from jaxserve.text import Tokenizer, encode_text
 
 HELD_OUT = 8  # each 8th row of a kind is only looked at for the report
+SAMPLED = 0.8  # the temperature of further answers: other than the greedy one, and not far from it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """A draft of which model, where to, from what: a text, or prompts that `artifact`, the compiled target, answers."""
+    """A draft of which model, where to, from what: a text, or prompts that `artifact`, the compiled target, answers.
+
+    Those that are not held out it answers `samples` times more, at temperature SAMPLED.
+    """
 
     model: str
     output: pathlib.Path
@@ -34,6 +38,7 @@ class Source:
     prompts: pathlib.Path | None = None
     artifact: pathlib.Path | None = None
     answer_tokens: int = 64
+    samples: int = 0
     length: int = 128
 
 
@@ -63,20 +68,17 @@ class Batch(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Sequences of T ids, padded at their ends; `wanted` [S, T] says after which positions the student is to say what
-    the teacher says, and `kinds` what sort of text each is."""
+    the teacher says, and `kinds` what sort of text each is. The last `samples` rows hold further answers to prompts of
+    rows before them which are not held out."""
 
     ids: np.ndarray
     wanted: np.ndarray
     kinds: tuple[str, ...]
+    samples: int = 0
 
     def held_out(self) -> np.ndarray:
         """[S] bool: the rows that the report is about."""
-        seen = collections.Counter[str]()
-        flags = []
-        for kind in self.kinds:
-            seen[kind] += 1
-            flags.append(seen[kind] % HELD_OUT == 1)
-        return np.array(flags)
+        return np.append(held_out(self.kinds[: len(self.kinds) - self.samples]), np.zeros(self.samples, bool))
 
     def without_first(self) -> "Rows":
         """In each row the first position that was wanted no longer is."""
@@ -85,9 +87,11 @@ class Rows:
         return dataclasses.replace(self, wanted=self.wanted & later)
 
     def early(self) -> np.ndarray:
-        """[S, T] bool: the positions before those that are wanted, mostly a prompt's, except the very first."""
+        """[S, T] bool: the positions before those that are wanted, mostly a prompt's, except the very first. Of each
+        prompt once."""
         early = ~np.logical_or.accumulate(self.wanted, axis=1) & self.wanted.any(axis=1, keepdims=True)
         early[:, 0] = False
+        early[len(early) - self.samples :] = False
         return early
 
     @property
@@ -99,12 +103,22 @@ class Rows:
         return Batch.of(self.ids[numbers], self.wanted[numbers], self.most_wanted)
 
     def save(self, path: pathlib.Path) -> None:
-        np.savez(path, ids=self.ids, wanted=self.wanted, kinds=np.array(self.kinds))
+        np.savez(path, ids=self.ids, wanted=self.wanted, kinds=np.array(self.kinds), samples=self.samples)
 
     @classmethod
     def load(cls, path: pathlib.Path) -> "Rows":
         with np.load(path) as data:
-            return cls(data["ids"], data["wanted"], tuple(data["kinds"].tolist()))
+            return cls(data["ids"], data["wanted"], tuple(data["kinds"].tolist()), int(data["samples"]))
+
+
+def held_out(kinds: Sequence[str]) -> np.ndarray:
+    """[S] bool: the first of each HELD_OUT rows of a kind."""
+    seen = collections.Counter[str]()
+    flags = list[bool]()
+    for kind in kinds:
+        seen[kind] += 1
+        flags.append(seen[kind] % HELD_OUT == 1)
+    return np.array(flags, bool)
 
 
 def make_rows(options: Source, checkpoint: Checkpoint, report: Reporter) -> Rows:
@@ -117,6 +131,8 @@ def make_rows(options: Source, checkpoint: Checkpoint, report: Reporter) -> Rows
         raise UserError("--artifact answers --prompts; with --text leave it out")
     if options.answer_tokens < 1:
         raise UserError(f"--answer-tokens {options.answer_tokens} is less than 1")
+    if options.samples < 0 or (options.samples and options.prompts is None):
+        raise UserError(f"--samples {options.samples}: give the number of further answers to each of --prompts")
     tokenizer = open_tokenizer(checkpoint)
     if options.text is not None:
         rows = text_rows(tokenizer, checkpoint.config.vocab, read_text(options.text), options.length)
@@ -136,7 +152,7 @@ def text_rows(tokenizer: Tokenizer, vocab: int, text: str, length: int) -> Rows:
 
 
 def _answer_rows(options: Source, tokenizer: Tokenizer, report: Reporter) -> Rows:
-    """The target's greedy answers to the prompts, made by its engine."""
+    """The target's answers to the prompts, made by its engine."""
     if options.prompts is None or options.artifact is None:
         raise UserError("--prompts needs --artifact DIR, the compiled target, which answers them")
     questions = read_questions(options.prompts, 1, "--prompts")
@@ -149,21 +165,40 @@ def _answer_rows(options: Source, tokenizer: Tokenizer, report: Reporter) -> Row
             f"--answer-tokens {options.answer_tokens} is not between 1 and {most}, what {options.artifact} has room for"
         )
     prompts = [prompt_ids(session.tokenizer, turn, longest) for _, turn in questions]
-    with session.running() as engine, report.stage("answers", str(options.artifact), len(prompts)) as stage:
-        answers = asyncio.run(_answers(engine, prompts, options.answer_tokens, stage.advance))
-        stage.done(f"{sum(map(len, answers))} tokens in answers to {len(prompts)} prompts")
+    kinds = [kind for kind, _ in questions]
+    greedy = SamplingParams(max_tokens=options.answer_tokens, temperature=0.0)
+    asked = [Asked(prompt, kind, greedy) for prompt, kind in zip(prompts, kinds, strict=True)]
+    learned = [each for each, held in zip(asked, held_out(kinds), strict=True) if not held]
+    for seed in range(options.samples):
+        params = dataclasses.replace(greedy, temperature=SAMPLED, seed=seed)
+        asked += [each._replace(params=params) for each in learned]
+    with session.running() as engine, report.stage("answers", str(options.artifact), len(asked)) as stage:
+        answers = asyncio.run(_answers(engine, asked, stage.advance))
+        stage.done(f"{sum(map(len, answers))} tokens in {len(asked)} answers to {len(prompts)} prompts")
     session.runner.close()
-    kinds = tuple(kind for kind, _ in questions)
-    return answer_rows(prompts, answers, kinds, options.length, options.answer_tokens)
+    rows = answer_rows(
+        [each.prompt for each in asked],
+        answers,
+        tuple(each.kind for each in asked),
+        options.length,
+        options.answer_tokens,
+    )
+    return dataclasses.replace(rows, samples=len(asked) - len(prompts))
 
 
-async def _answers(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, advance: Any) -> list[list[int]]:
-    params = SamplingParams(max_tokens=tokens, temperature=0.0)
+class Asked(NamedTuple):
+    """A prompt, what sort it is of, and how it is to be answered."""
 
-    async def one(number: int, prompt: tuple[int, ...]) -> list[int]:
+    prompt: tuple[int, ...]
+    kind: str
+    params: SamplingParams
+
+
+async def _answers(engine: Engine, asked: Sequence[Asked], advance: Any) -> list[list[int]]:
+    async def one(number: int, each: Asked) -> list[int]:
         ids: list[int] = []
         try:
-            async for output in engine.submit(GenerationRequest(f"distill-{number}", prompt, params)):
+            async for output in engine.submit(GenerationRequest(f"distill-{number}", each.prompt, each.params)):
                 if output.error:
                     raise UserError(f"prompt {number}: {output.error}")
                 ids += output.token_ids
@@ -172,7 +207,7 @@ async def _answers(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: i
         advance()
         return ids
 
-    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+    return await asyncio.gather(*(one(number, each) for number, each in enumerate(asked)))
 
 
 def answer_rows(

@@ -27,6 +27,7 @@ from jaxserve.student import Fixed, Params, divergence
 EARLY = 0.5  # the weight of a position in a prompt; the head is asked about answers, which count 1
 MIX = 0.3  # of the identity, at the beginning: the state is a weak guess at the next one
 DROPOUT = 0.1
+_PADDING = 128  # positions, to which rows are padded where the model is run
 
 
 class HeadBatch(NamedTuple):
@@ -115,7 +116,8 @@ class HeadStudent:
 
 
 def teacher_states(checkpoint: Checkpoint, rows: Rows, dtype: str, file: pathlib.Path, report: Reporter) -> np.ndarray:
-    """What the model, computing in `dtype`, makes its logits of, at every position of the rows: [S, T, D] float16.
+    """What the model, computing in `dtype`, makes its logits of: [S, T, D] float16, of each row up to its last position
+    that is wanted, and some more.
 
     It is kept in `file`, whole or not at all, and not read into memory.
     """
@@ -123,20 +125,28 @@ def teacher_states(checkpoint: Checkpoint, rows: Rows, dtype: str, file: pathlib
         module = make_module(checkpoint.config, jnp.dtype(dtype))
         params = {path: jnp.asarray(checkpoint.read(path), jnp.dtype(dtype)) for path in checkpoint.specs()}
         count, length = rows.ids.shape
-        index, same = jnp.arange(length, dtype=jnp.int32), jnp.zeros(length, jnp.int32)
-        run = jax.jit(
-            lambda params, ids: logits_and_hidden(module, params, ids, index, same, index)[1].astype(jnp.float16)
-        )
+
+        @jax.jit
+        def run(params: Params, ids: jax.Array) -> jax.Array:
+            index, same = jnp.arange(len(ids), dtype=jnp.int32), jnp.zeros(len(ids), jnp.int32)
+            return logits_and_hidden(module, params, ids, index, same, index)[1].astype(jnp.float16)
+
         part = file.with_suffix(".part")
         kept = np.lib.format.open_memmap(part, "w+", np.float16, (count, length, checkpoint.config.width))
         with report.stage("states", checkpoint.origin, count) as stage:
             for number, ids in enumerate(rows.ids):
-                kept[number] = run(params, ids)
+                end = _padded(rows.wanted[number], length)
+                kept[number, :end] = run(params, ids[:end])
                 stage.advance()
             kept.flush()
             stage.done(f"of {count} sequences")
         part.rename(file)
     return np.load(file, mmap_mode="r")
+
+
+def _padded(wanted: np.ndarray, length: int) -> int:
+    """A number of positions that takes in all that are wanted; one of few, for each is compiled."""
+    return min(length, -(-(int(np.flatnonzero(wanted).max(initial=0)) + 1) // _PADDING) * _PADDING)
 
 
 def frequent_tokens(rows: Rows, vocab: int, count: int) -> np.ndarray:

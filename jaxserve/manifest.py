@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from jaxserve.errors import UserError
 
-SCHEMA = "4.0"
+SCHEMA = "5.0"
 """`major.minor` of the manifests that this version writes; another major is refused. 3: a step
 may choose several tokens of a sequence, which brings proposals."""
 

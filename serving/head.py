@@ -1,7 +1,6 @@
 """Proposals of a look-ahead head, which steps run when they are asked to. Plain Python: no jax."""
 
 import collections
-import math
 
 from jaxserve.serving.ngram import NgramProposer
 from jaxserve.serving.ngram_table import Next
@@ -30,13 +29,6 @@ class HeadProposer(NgramProposer):
     def foresee(self, seq: Sequence, place: int, token: int, rate: float) -> None:
         if rate > 0:  # not where the head was not asked, nor where numbers are not finite
             self._said.by_place[seq][place] = Next(token, rate, 0)
-
-    def rates(self, seq: Sequence) -> list[float]:
-        if not seq.num_pending:
-            return super().rates(seq)
-        # Whatever the token in flight is, the step that chooses it foresees the one after it.
-        found = self._rates_found(self._index(seq))
-        return found if math.prod(found[:2]) > self.foresight and len(found) > 1 else [1.0, self.foresight]
 
     def forget(self, seq: Sequence) -> None:
         self._said.by_place.pop(seq, None)

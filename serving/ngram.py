@@ -57,7 +57,7 @@ class NgramProposer(Proposer):
             return []
         # Each accepted proposal makes the match longer; from _LONGEST on they are alike.
         rates = [self._rate(index, length) for length in range(index.length, _LONGEST + 1)]
-        return rates + rates[-1:] * (MOST_PROPOSALS - len(rates))
+        return rates + rates[-1:] * (2 * MOST_PROPOSALS + 1 - len(rates))  # as many may be in flight before them
 
     def _rate(self, index: "_Index", length: int) -> float:
         overall = self._overall[length - 1].value(prior=_START[length - 1])

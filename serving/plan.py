@@ -1,7 +1,6 @@
 """What the scheduler hands to a runner and gets back. Plain Python: no jax."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence as Seq
 from typing import Literal, Protocol
 
@@ -12,8 +11,9 @@ from jaxserve.serving.request import Sequence
 class Row:
     """`count` positions of one sequence, from position `start` on.
 
-    tokens: the ids to feed, known to the host; () with count 1: feed the slot's `last_token`, which a step still in
-        flight samples.
+    start: what it is if all proposals in flight hold; the device knows which of them do.
+    tokens: the ids to feed, known to the host; (): feed the slot's `last_token`, which a step still in flight samples,
+        and with count 2 the token that the look-ahead head foresees after it, in that step too.
     samples: choose next tokens at so many of the last positions. 1: after the last one. K+1: the last K tokens are
         proposals, and what is chosen after one of them counts if it and those before it were chosen themselves.
     pages_from: entries of `seq.blocks` from here on changed since its previous row (len(seq.blocks): none did).
@@ -26,15 +26,6 @@ class Row:
     tokens: tuple[int, ...]
     samples: int
     pages_from: int
-
-    @property
-    def proposals(self) -> tuple[int, ...]:
-        return self.tokens[1 - self.samples :] if self.samples > 1 else ()
-
-    def count_generated(self, chosen: list[int]) -> int:
-        """How many of the row's `chosen` tokens count: those up to the first that is not the proposal after it."""
-        held = zip(self.proposals, chosen, strict=False)
-        return 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], held)) if self.samples else 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,6 +66,7 @@ class StepResult:
 
     top[i]: up to max_logprobs (id, logprob), best first; None when nobody wants any.
     finite[i]: False when the logits held NaN or an infinity.
+    accepted[i]: whether tokens[i] counts: all proposals before it in its row are the tokens that were chosen there.
     foreseen[i]: what a look-ahead head says comes after tokens[i], and how likely it is; None when it was not asked.
     """
 
@@ -82,6 +74,7 @@ class StepResult:
     logprob: list[float]
     top: list[list[tuple[int, float]]] | None
     finite: list[bool]
+    accepted: list[bool]
     foreseen: list[tuple[int, float]] | None = None
 
 

@@ -263,6 +263,7 @@ class Sequence:
     num_admitted: int = 0  # positions already in its pages when last admitted: the device's `length` at that time
     num_computed: int = 0
     num_pending: int = 0
+    foreseen: bool = False  # the step that samples its newest token also foresees the one after it
     in_flight: int = 0  # dispatched, unconfirmed plans that it takes part in
     cached_tokens: int = 0
     admitted_once: bool = False

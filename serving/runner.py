@@ -13,7 +13,16 @@ import numpy as np
 from jaxserve.serving.plan import Row, StepPlan, StepResult
 from jaxserve.serving.request import Limits, Sequence
 from jaxserve.serving.state import ADMIT_ROWS, State, neutral_rows, pack_row, penalty_rows
-from jaxserve.serving.step import COPY_PAGES, Arrays, Bucket, InputLayout, unpack_rows, unpack_top
+from jaxserve.serving.step import (
+    COPY_PAGES,
+    FORESEEN,
+    LAST_TOKEN,
+    Arrays,
+    Bucket,
+    InputLayout,
+    unpack_rows,
+    unpack_top,
+)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -49,13 +58,14 @@ class PendingStep:
         """Waits for the step (without holding the interpreter's lock) and reads its results back."""
         n = self._num_entries
         found = (each[:n].tolist() for each in unpack_rows(np.asarray(self._outputs["rows"])))
-        tokens, logprob, finite, *foreseen = found
+        tokens, logprob, finite, accepted, *foreseen = found
         top = None
         if self._top_counts is not None:
             ids, logprobs = (each[:n].tolist() for each in unpack_top(np.asarray(self._outputs["top"])))
             rows = zip(self._top_counts, ids, logprobs, strict=True)
             top = [list(zip(ids[:count], logprobs[:count], strict=True)) for count, ids, logprobs in rows]
-        return StepResult(tokens, logprob, top, finite, list(zip(*foreseen, strict=True)) if foreseen else None)
+        after = list(zip(*foreseen, strict=True)) if foreseen else None
+        return StepResult(tokens, logprob, top, finite, accepted, after)
 
 
 class Runner:
@@ -146,7 +156,7 @@ class Runner:
         packed, inputs = self._empty_inputs(bucket)
         tokens: list[int] = []  # lists first: setting numbers of an array one by one is slow
         for row in plan.rows:
-            tokens += row.tokens or (-1,)
+            tokens += row.tokens or (LAST_TOKEN, FORESEEN)[: row.count]
             if row.pages_from < len(row.seq.blocks):
                 self._tables[row.slot, row.pages_from : len(row.seq.blocks)] = row.seq.blocks[row.pages_from :]
         inputs["tokens"][: len(tokens)] = tokens

@@ -1,9 +1,10 @@
 """Which sequences take part in the next step, and what its results mean for them. Plain Python: no jax.
 
 Steps are scheduled ahead of results: schedule() plans step N+1 while step N runs, and confirm() takes step N's results
-after that. So a plan rests only on what is known without them: a decode row feeds a token that only the device knows. A
-sequence that turns out to have ended (EOS, stop, abort) may have one more row in flight; that row's result is dropped,
-and pages and slot return when nothing in flight uses them.
+after that. So a plan rests only on what is known without them: a decode row feeds a token that only the device knows,
+and proposals whose fate only the device knows count as accepted. A sequence that turns out to have ended (EOS, stop,
+abort) may have one more row in flight; that row's result is dropped, and pages and slot return when nothing in flight
+uses them.
 """
 
 import collections
@@ -90,7 +91,7 @@ class Scheduler:
                 budget -= self._add_row(plan, seq, min(left, budget))
         self._admit_waiting(plan, budget)
         self._add_proposals(plan)
-        plan.look_ahead = self._looks_ahead(plan)
+        self._look_ahead(plan)
         if plan.admits and not plan.rows:  # only prompts to score came in
             return self._score_plan(plan.admits)
         return plan if plan.rows else None
@@ -101,8 +102,8 @@ class Scheduler:
             known = len(seq.tokens) + seq.num_pending
             if seq.num_computed != known - 1 or seq.scoring or seq.status is not Status.RUNNING:
                 continue
-            if known - seq.prompt_len >= seq.max_new or seq.num_pending > 1:
-                continue  # its last token is on the way, or it is not known how many of its proposals hold
+            if known - seq.prompt_len >= seq.max_new:
+                continue  # its last token is on the way, or may be
             if seq.num_computed < len(seq.blocks) * self.limits.page_size or self._grow(seq):
                 self._add_row(plan, seq, 1)
         return len(plan.rows)
@@ -111,36 +112,58 @@ class Scheduler:
         """Whether the step in flight should be confirmed before the next is planned, for the sake of proposals."""
         if self.speculation is None:
             return False
-        if any(seq.num_pending > 1 for seq in self.running):
+        if any(seq.num_pending > 1 and not seq.foreseen for seq in self.running):
             return True
-        decoding = [seq for seq in self.running if seq.num_pending == 1 and seq.num_outputs + 2 < seq.max_new]
+        decoding = [seq for seq in self.running if seq.num_pending and self._wants_more(seq)]
         return self.speculation.worth_waiting(decoding, len(decoding), self.limits.row_sizes[-1] - len(decoding))
+
+    def _wants_more(self, seq: Sequence) -> bool:
+        """Whether a proposal is of use to the step after next: at least one token comes after it."""
+        return seq.num_outputs + seq.num_pending + 1 < seq.max_new
 
     def _add_proposals(self, plan: StepPlan) -> None:
         """Proposals take what tokens, rows and free pages the plan has left: they displace nothing."""
         if self.speculation is None:
             return
-        rows = {row.seq: row for row in plan.rows if row.count == row.samples == 1 and row.tokens}
-        room = min(self.limits.token_budget - plan.num_tokens, self.limits.row_sizes[-1] - plan.num_samples)
-        if not rows or room <= 0:
+        rows = {row.seq: row for row in plan.rows if row.count == row.samples == 1}
+        if not rows or self._room(plan) <= 0:
             return
-        limits = {seq: min(seq.max_new - seq.num_outputs - 1, self._free_positions(seq)) for seq in rows}
-        for seq, proposals in self.speculation.propose(limits, plan.num_samples, room).items():
-            row, count = rows[seq], len(proposals)
-            row.tokens += tuple(proposals)
-            row.count += count
-            row.samples += count
-            seq.num_computed += count
-            seq.num_pending += count
-            missing = -(-seq.num_computed // self.limits.page_size) - len(seq.blocks)
-            seq.blocks += self._take(max(0, missing))
-            seq.num_sent = len(seq.blocks)
+        limits = {seq: self._most_proposals(seq) for seq in rows}
+        known = {seq: limit for seq, limit in limits.items() if rows[seq].tokens}
+        for seq, proposals in self.speculation.propose(known, plan.num_samples, self._room(plan)).items():
+            rows[seq].tokens += tuple(proposals)
+            self._extend(rows[seq], len(proposals))
+        foreseen = [seq for seq, limit in limits.items() if seq.foreseen and limit > 0 and not rows[seq].tokens]
+        for seq in foreseen[: self.speculation.count_foreseen(len(foreseen), plan.num_samples, self._room(plan))]:
+            self._extend(rows[seq], 1)
 
-    def _looks_ahead(self, plan: StepPlan) -> bool:
-        """Whether it pays to have the look-ahead head foresee what comes after the tokens that the plan chooses."""
-        if self.speculation is None or not (rows := sum(row.samples > 0 for row in plan.rows)):
-            return False
-        return self.speculation.looks_ahead(rows, self.limits.row_sizes[-1] - rows)
+    def _room(self, plan: StepPlan) -> int:
+        """How many proposals the plan has room for."""
+        return min(self.limits.token_budget - plan.num_tokens, self.limits.row_sizes[-1] - plan.num_samples)
+
+    def _most_proposals(self, seq: Sequence) -> int:
+        """How many proposals are of use to a sequence, one row of which is planned, and have a place."""
+        return min(seq.max_new - seq.num_outputs - seq.num_pending, self._free_positions(seq))
+
+    def _extend(self, row: Row, count: int) -> None:
+        """Makes the row longer by `count` proposals."""
+        seq = row.seq
+        row.count += count
+        row.samples += count
+        seq.num_computed += count
+        seq.num_pending += count
+        missing = -(-seq.num_computed // self.limits.page_size) - len(seq.blocks)
+        seq.blocks += self._take(max(0, missing))
+        seq.num_sent = len(seq.blocks)
+
+    def _look_ahead(self, plan: StepPlan) -> None:
+        """Has the look-ahead head foresee what comes after the tokens that the plan chooses, where that pays."""
+        choosing = [row.seq for row in plan.rows if row.samples]
+        if self.speculation is None or not choosing:
+            return
+        plan.look_ahead = self.speculation.looks_ahead(len(choosing), self.limits.row_sizes[-1] - len(choosing))
+        for seq in choosing:
+            seq.foreseen = plan.look_ahead
 
     def _free_positions(self, seq: Sequence) -> int:
         """How far the sequence can grow without any other giving way, if a page each is enough for them."""
@@ -234,6 +257,7 @@ class Scheduler:
         seq.num_admitted = seq.num_computed = computed
         seq.num_registered = computed // self.limits.page_size
         seq.num_sent = 0
+        seq.foreseen = False
         self.running.append(seq)
 
     def _fork_ready(self, parent: Sequence, plan: StepPlan) -> bool:
@@ -297,7 +321,7 @@ class Scheduler:
         if not row.samples:
             self._register_pages(seq, row.start + row.count)
             return
-        generated = row.count_generated(result.tokens[chosen.start : chosen.stop])
+        generated = sum(result.accepted[chosen.start : chosen.stop])
         seq.num_computed -= row.samples - generated
         if row.samples > 1 and self.speculation:
             self.speculation.learn(seq, row.samples - 1, generated - 1)

@@ -18,6 +18,7 @@ from jaxserve.serving.request import Sequence
 MOST_PROPOSALS = 15  # in a row: with the last token they fill a step of 16
 # Measured steps of a size that count; how many are enough to trust their median; how many steps later it is too old.
 _RECENT, _ENOUGH, _STALE = 15, 3, 3000
+_LOOKING = 0.1  # of a step: what a look-ahead head takes (of the sample model's steps 7 to 12%)
 PATIENCE = 64  # times that a draft or a look-ahead head is passed over before it gets another chance
 _PACE = 9  # steps that tell how fast steps are now
 
@@ -48,7 +49,8 @@ class Rate:
 class Proposer(Protocol):
     """Names likely next tokens. Must be told with `forget` of every sequence that ends or loses its slot.
 
-    A proposer that reads what the steps' look-ahead head says overrides `foresight` and `foresee`.
+    A proposer that reads what the steps' look-ahead head says overrides `foresight` and `foresee`. What the head says
+    can also be proposed without asking anyone: the device puts it in.
     """
 
     @property
@@ -57,8 +59,8 @@ class Proposer(Protocol):
         return 0.0
 
     def rates(self, seq: Sequence) -> list[float]:
-        """For each token that it can propose after seq.tokens, at most MOST_PROPOSALS, the probability that it is
-        accepted if those before it are."""
+        """For each token that it can propose after seq.tokens the probability that it is accepted if those before it
+        are. Of use are MOST_PROPOSALS, and those for the tokens that are in flight before them."""
         ...
 
     def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
@@ -148,8 +150,9 @@ class StepCosts:
         ratio = self.ratio(size)
         return ratio * self._pace if ratio is not None and self._pace is not None else None
 
-    def best_count(self, rows: int, gains: Seq[float], extra: Seq[float]) -> int:
-        """How many proposals make the most tokens per second beside `rows` tokens that give one each.
+    def best(self, rows: int, gains: Seq[float], extra: Seq[float]) -> tuple[int, float]:
+        """How many proposals make the most tokens per second beside `rows` tokens that give one each, and how many
+        tokens that is; (0, 0) before anything was measured.
 
         The j-th proposal adds gains[j] expected tokens (falling); j of them take extra[j] seconds beside the step.
         """
@@ -159,7 +162,7 @@ class StepCosts:
             measured = self.seconds(size)
             seconds = measured or seconds
             if seconds is None:
-                return 0
+                return 0, 0.0
             speed = speed or rows / seconds
             for count in range(best + 1, min(size - rows, len(gains)) + 1):
                 found = totals[count] / (seconds + extra[count - 1])
@@ -167,7 +170,7 @@ class StepCosts:
                     best, speed = count, found
             if measured is None:
                 break
-        return best
+        return best, speed
 
 
 class Speculation:
@@ -191,44 +194,59 @@ class Speculation:
     def worth_waiting(self, seqs: Seq[Sequence], rows: int, room: int) -> bool:
         """Whether to wait for the step in flight, of `rows` sequences, so that `seqs` can bring proposals to the next.
 
-        The token in flight, not known here yet, must come as foreseen for the proposals after it to be right.
+        The tokens in flight, not known here yet, must come as foreseen for the proposals after them to be right. And it
+        must be better than what the look-ahead head foresees in that step, which nobody has to wait for.
         """
-        return bool(self._best({seq: self.most for seq in seqs}, rows, room, ahead=1))
+        if room <= 0:  # a full batch: its steps must not pay for what it cannot use
+            return False
+        chosen, speed = self._best({seq: self.most for seq in seqs}, rows, room, waiting=True)
+        return bool(chosen) and speed > self._best_foreseen(sum(seq.foreseen for seq in seqs), rows, room)[1]
+
+    def count_foreseen(self, seqs: int, rows: int, room: int) -> int:
+        """For how many of `seqs` sequences, of which a step in flight foresees a token that is not known here, to check
+        it in a step that has `rows` rows without them."""
+        return self._best_foreseen(seqs, rows, room)[0] if min(seqs, room) > 0 else 0
+
+    def _best_foreseen(self, seqs: int, rows: int, room: int) -> tuple[int, float]:
+        gains = [self.proposer.foresight] * min(seqs, room)
+        return self.costs.best(rows, gains, [0.0] * len(gains))
 
     def looks_ahead(self, rows: int, room: int) -> bool:
         """Whether the look-ahead head is to run in a step that chooses the next tokens of `rows` sequences: whether
         proposals of its own would pay in the next one."""
-        if not (rate := self.proposer.foresight) or room <= 0:
+        if not self.proposer.foresight or room <= 0:
             return False
-        gains = [rate] * min(rows, room)
         self._blind += 1
-        if self._blind > PATIENCE or self.costs.best_count(rows, gains, [self._idle] * len(gains)):
+        speed, plain = self._best_foreseen(rows, rows, room)[1], self.costs.best(rows, [], [])[1]
+        if self._blind > PATIENCE or speed > plain * (1 + _LOOKING):
             self._blind = 0
         return not self._blind
 
     def propose(self, limits: Mapping[Sequence, int], rows: int, room: int) -> dict[Sequence, list[int]]:
         """Proposals for sequences whose tokens are all known, at most limits[seq] each and `room` in all, for a step
         that has `rows` rows without them."""
-        wanted = self._best(limits, rows, room)
+        wanted = self._best(limits, rows, room)[0] if limits and room > 0 else {}
         begin = time.perf_counter()
         made = self.proposer.propose(wanted) if wanted else {}
         self._proposing = time.perf_counter() - begin
         return made
 
-    def _best(self, limits: Mapping[Sequence, int], rows: int, room: int, ahead: int = 0) -> dict[Sequence, int]:
-        """How many proposals of each sequence to check; `ahead` steps from now."""
-        if room <= 0:  # a full batch: its steps must not pay for what it cannot use
-            return {}
+    def _best(
+        self, limits: Mapping[Sequence, int], rows: int, room: int, waiting: bool = False
+    ) -> tuple[dict[Sequence, int], float]:
+        """How many proposals of each sequence to check, and how many tokens a second that makes; with `waiting` in a
+        step that waits for the one in flight."""
         gains = []
         for seq, limit in limits.items():
+            ahead = seq.num_pending if waiting else 0
             rates = self.proposer.rates(seq)[: max(0, min(limit, self.most, room)) + ahead]
             products = itertools.accumulate(rates, operator.mul)
             gains += [(gain, place, seq) for place, gain in enumerate(products, 1 - ahead) if place > 0]
         gains = sorted(gains, key=lambda gain: -gain[0])[:room]
         depths = itertools.accumulate((place for _, place, _ in gains), max)
-        extra = [self._idle * ahead + self.proposer.seconds(depth) for depth in depths]
-        count = self.costs.best_count(rows, [gain for gain, _, _ in gains], extra)
-        return collections.Counter(seq for _, _, seq in gains[:count])
+        extra = [self._idle * waiting + self.proposer.seconds(depth) for depth in depths]
+        count, speed = self.costs.best(rows, [gain for gain, _, _ in gains], extra)
+        return collections.Counter(seq for _, _, seq in gains[:count]), speed
 
     def learn(self, seq: Sequence, proposed: int, accepted: int) -> None:
         """Of `proposed` tokens in a step the first `accepted` were."""

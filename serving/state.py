@@ -58,11 +58,14 @@ def neutral_rows(count: int, limits: Limits) -> np.ndarray:
 def state_specs(limits: Limits) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and types of the state, all with N+1 rows.
 
-    last_token, length [N+1] int32; options [N+1, W] int32: rows of row_layout, whose first two words are stale;
+    last_token, length [N+1] int32; with limits.look_ahead also foreseen [N+1] int32: what the head said comes after
+    last_token, 0 if it was not asked; options [N+1, W] int32: rows of row_layout, whose first two words are stale;
     counts [N+1, V] int32: how often the slot's sequence generated each token; prompt_mask [N+1, V] bool: which tokens
     its prompt holds. counts and prompt_mask mean something only while penalties are in use.
     """
     shapes = {"last_token": (), "length": (), "options": (_words(limits),), "counts": (limits.vocab_size,)}
+    if limits.look_ahead:
+        shapes["foreseen"] = ()
     rows = limits.max_num_seqs + 1
     specs = {name: jax.ShapeDtypeStruct((rows, *shape), np.int32) for name, shape in shapes.items()}
     return specs | {"prompt_mask": jax.ShapeDtypeStruct((rows, limits.vocab_size), np.bool_)}

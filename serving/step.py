@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ LookAhead = Callable[[Arrays, Array, Array], tuple[Array, Array]]
 Step = Callable[[Arrays, Arrays, State, Array], tuple[Arrays, State, Arrays]]
 
 COPY_PAGES = 8  # page copies in one call of the copy program
+LAST_TOKEN, FORESEEN = -1, -2  # tokens that only the device knows
 FORWARD_ARGS = (
     "tokens",
     "positions",
@@ -87,7 +88,8 @@ def _powers(base: int, first: int, last: int) -> list[int]:
 def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruct]:
     """What the host sends with each step, all int32, in one array: see InputLayout.
 
-    tokens [T]: rows packed one after the other; -1 is the last token of the row's slot. slots [S]: unused rows come
+    tokens [T]: rows packed one after the other; LAST_TOKEN and, with limits.look_ahead, FORESEEN are those of the row's
+    slot. slots [S]: unused rows come
     last and point at the scratch slot max_num_seqs. query_counts [S]: tokens of each row. block_tables [S, P]. Step
     buckets: samples [S]: at how many of the row's last positions a next token is to be chosen, at most R in all; the
     tokens there are proposals but for the first of them; with limits.look_ahead also look_ahead [1], not 0 where the
@@ -153,8 +155,7 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits, look_ahead: 
     [R, padded vocab] float32, and `hidden` [R, D] is what they are made of, where limits.look_ahead promises a
     look_ahead(params, hidden, tokens [R]) -> (token [R] int32, rate [R] float32): the one after each and how likely.
     packed: the inputs, as InputLayout unpacks them.
-    outputs: the samples of the R rows, or the scores of the T targets, as pack_outputs packs them. Of a sequence that
-    brought proposals the host drops the samples after the first that is not the proposal that followed it.
+    outputs: the samples of the R rows, or the scores of the T targets, as pack_outputs packs them.
     """
 
     layout = InputLayout.of(bucket, limits)
@@ -166,19 +167,30 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits, look_ahead: 
         logits = results["logits"]
         if bucket.kind == "score":
             state = state | {"length": state["length"].at[inputs["slots"]].add(inputs["query_counts"])}
-            return caches, state, pack_outputs(_scores(logits[:, : limits.vocab_size], inputs["targets"], limits))
-        samples, state = _choose(logits, inputs, args, state, limits)
-        if look_ahead is None:
-            return caches, state, pack_outputs(samples)
-        foreseen = _foresee(look_ahead, params, results["hidden"], samples.tokens, inputs["look_ahead"][0])
-        return caches, state, pack_outputs(samples, foreseen)
+            scores = _scores(logits[:, : limits.vocab_size], inputs["targets"], limits)
+            return caches, state, pack_outputs(scores, jnp.ones_like(scores.finite))
+        chosen = _choose(logits, inputs, args, state, limits)
+        foreseen = None
+        if look_ahead is not None:
+            foreseen = _foresee(look_ahead, params, results["hidden"], chosen.samples.tokens, inputs["look_ahead"][0])
+        state = _next_state(state, inputs, chosen, foreseen)
+        return caches, state, pack_outputs(chosen.samples, chosen.accepted, foreseen)
 
     return step
 
 
-def _choose(logits: Array, inputs: Arrays, args: Arrays, state: State, limits: Limits) -> tuple[Samples, State]:
-    """The samples of the R rows, and the state after those of them that are accepted."""
-    slots, counts, wanted = (inputs[name] for name in ("slots", "query_counts", "samples"))
+class _Chosen(NamedTuple):
+    """The samples of the R rows, which of them are accepted, the slots of the rows, and how many tokens each sequence
+    generated."""
+
+    samples: Samples
+    accepted: Array
+    slots: Array
+    generated: Array
+
+
+def _choose(logits: Array, inputs: Arrays, args: Arrays, state: State, limits: Limits) -> _Chosen:
+    slots, wanted = inputs["slots"], inputs["samples"]
     rows = logit_rows(wanted, args["query_starts"][1:], logits.shape[0])
     row_slots = slots.at[rows.sequence].get(mode="fill", fill_value=limits.max_num_seqs)
     positions = args["positions"][rows.token] + 1
@@ -186,17 +198,30 @@ def _choose(logits: Array, inputs: Arrays, args: Arrays, state: State, limits: L
     earlier = earlier_proposals(proposed, rows)
     samples = sample(logits, state, row_slots, positions, rows.used, limits, earlier)
     accepted = accept(samples.tokens, proposed, rows)
-    generated = count_accepted(accepted, rows, slots.shape[0])
-    # What rejected proposals wrote to the cache lies past the length, and is written over.
-    length = counts - wanted + generated
-    newest = jnp.take(samples.tokens, jnp.cumsum(wanted) - wanted + generated - 1, mode="clip")
-    # Rows that do not sample write back what is there: all padding rows share the scratch slot.
-    last = jnp.where(generated > 0, newest, jnp.take(state["last_token"], slots, mode="clip"))
-    return samples, state | {
-        "length": state["length"].at[slots].add(length),
-        "last_token": state["last_token"].at[slots].set(last),
-        "counts": state["counts"].at[row_slots, samples.tokens].add(accepted.astype(jnp.int32)),
-    }
+    return _Chosen(samples, accepted, row_slots, count_accepted(accepted, rows, slots.shape[0]))
+
+
+def _next_state(state: State, inputs: Arrays, chosen: _Chosen, foreseen: tuple[Array, Array] | None) -> State:
+    """The state after the accepted ones of the samples."""
+    slots, wanted, tokens = inputs["slots"], inputs["samples"], chosen.samples.tokens
+    newest = jnp.cumsum(wanted) - wanted + chosen.generated - 1  # the row of each sequence's last token
+
+    def newest_of(values: Array, name: str) -> Array:
+        # Rows that do not sample write back what is there: all padding rows share the scratch slot.
+        kept = jnp.take(state[name], slots, mode="clip")
+        return state[name].at[slots].set(jnp.where(chosen.generated > 0, jnp.take(values, newest, mode="clip"), kept))
+
+    after = {"foreseen": newest_of(foreseen[0], "foreseen")} if foreseen else {}
+    return (
+        state
+        | after
+        | {
+            # What rejected proposals wrote to the cache lies past the length, and is written over.
+            "length": state["length"].at[slots].add(inputs["query_counts"] - wanted + chosen.generated),
+            "last_token": newest_of(tokens, "last_token"),
+            "counts": state["counts"].at[chosen.slots, tokens].add(chosen.accepted.astype(jnp.int32)),
+        }
+    )
 
 
 def _foresee(look_ahead: LookAhead, params: Arrays, hidden: Array, tokens: Array, wanted: Array) -> tuple[Array, Array]:
@@ -205,23 +230,23 @@ def _foresee(look_ahead: LookAhead, params: Arrays, hidden: Array, tokens: Array
     return jax.lax.cond(wanted != 0, lambda: look_ahead(params, hidden, tokens), lambda: nothing)
 
 
-def pack_outputs(samples: Samples, foreseen: tuple[Array, Array] | None = None) -> Arrays:
+def pack_outputs(samples: Samples, accepted: Array, foreseen: tuple[Array, Array] | None = None) -> Arrays:
     """The samples of n rows in two int32 arrays, since reading back costs by the array: `rows` [3, n] holds tokens, the
-    bits of logprob, and finite, and with what is foreseen [5, n] its tokens and the bits of their rates; `top`
-    [2, n, top] holds top_ids and the bits of top_logprobs."""
+    bits of logprob, and finite + 2 accepted, and with what is foreseen [5, n] its tokens and the bits of their rates;
+    `top` [2, n, top] holds top_ids and the bits of top_logprobs."""
     bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
     after = (foreseen[0], bits(foreseen[1])) if foreseen else ()
     return {
-        "rows": jnp.stack([samples.tokens, bits(samples.logprob), samples.finite.astype(jnp.int32), *after]),
+        "rows": jnp.stack([samples.tokens, bits(samples.logprob), samples.finite + 2 * accepted, *after]),
         "top": jnp.stack([samples.top_ids, bits(samples.top_logprobs)]),
     }
 
 
 def unpack_rows(rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    """tokens int32, logprob float32 and finite bool, each [n], from `rows` [3, n] of pack_outputs; of [5, n] also the
-    foreseen tokens int32 and their rates float32."""
+    """tokens int32, logprob float32, finite and accepted bool, each [n], from `rows` [3, n] of pack_outputs; of [5, n]
+    also the foreseen tokens int32 and their rates float32."""
     after = (rows[3], rows[4].view(np.float32)) if len(rows) > 3 else ()
-    return rows[0], rows[1].view(np.float32), rows[2].astype(np.bool_), *after
+    return rows[0], rows[1].view(np.float32), (rows[2] & 1).astype(np.bool_), (rows[2] >> 1).astype(np.bool_), *after
 
 
 def unpack_top(top: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -241,8 +266,12 @@ def expand_inputs(inputs: Arrays, state: State, bucket: Bucket, limits: Limits) 
     row = jnp.minimum(segments, bucket.seqs - 1)
     positions = jnp.where(real, rows["length"][row] + index - starts[row], 0)
     score = bucket.kind == "score"
+    tokens = jnp.where(tokens == LAST_TOKEN, rows["last_token"][row], tokens)
+    if limits.look_ahead:
+        foreseen = jnp.take(state["foreseen"], slots, mode="clip")
+        tokens = jnp.where(tokens == FORESEEN, foreseen[row], tokens)
     return {
-        "tokens": jnp.where(tokens < 0, rows["last_token"][row], tokens),
+        "tokens": tokens,
         "positions": positions,
         "segments": jnp.where(real, segments, bucket.seqs),
         "logit_rows": index if score else logit_rows(inputs["samples"], ends, bucket.logit_rows).token,

@@ -263,14 +263,14 @@ def test_no_folder_and_no_manifest(tmp_path):
 def test_an_unknown_major_is_refused(tmp_path, schema):
     write_sample(tmp_path / "a")
     edit_manifest(tmp_path / "a", schema=schema)
-    with pytest.raises(ArtifactError, match=f"has schema {schema}.*reads 4.0"):
+    with pytest.raises(ArtifactError, match=f"has schema {schema}.*reads 5.0"):
         open_artifact(tmp_path / "a")
 
 
 def test_unknown_fields_of_the_same_major_are_ignored(tmp_path):
     written = write_sample(tmp_path / "a")
     programs = [{**program, "speculative": True} for program in json.loads(manifests.to_json(written))["programs"]]
-    edit_manifest(tmp_path / "a", schema="4.7", adapters=["x"], programs=programs)
+    edit_manifest(tmp_path / "a", schema="5.7", adapters=["x"], programs=programs)
     assert open_artifact(tmp_path / "a").manifest.programs == written.programs
 
 

@@ -14,13 +14,13 @@ import pytest
 
 from jaxserve.cli import main
 from jaxserve.distill import DistillOptions, distill
-from jaxserve.distill_rows import Rows, _answers, answer_rows
+from jaxserve.distill_rows import Asked, Rows, _answers, answer_rows
 from jaxserve.errors import UserError
 from jaxserve.models.resolve import resolve
 from jaxserve.ngram_draft import _texts as ngram_texts
 from jaxserve.reporting import Reporter
 from jaxserve.serving.ngram_table import NGRAMS, NgramTable
-from jaxserve.serving.request import InvalidRequest
+from jaxserve.serving.request import InvalidRequest, SamplingParams
 from jaxserve.student import Batch, divergence
 from tests.distill_support import write_stories
 
@@ -144,6 +144,15 @@ def test_each_kind_has_rows_that_are_held_out():
     assert np.flatnonzero(rows.held_out()).tolist() == [0, 8, 16, 17]
 
 
+@pytest.mark.parametrize("flags", [["--samples", "-1"], ["--samples", "2", "--text", "TEXT"]])
+def test_further_answers_need_prompts(flags, tmp_path, stories_model, text, capsys):
+    flags = [str(text) if flag == "TEXT" else flag for flag in flags]
+    if "--text" not in flags:
+        flags += ["--prompts", str(text)]
+    assert main(["distill", str(stories_model), "-o", str(tmp_path / "a"), "--head", *flags]) == 2
+    assert "--samples" in capsys.readouterr().err and not (tmp_path / "a").exists()
+
+
 def test_divergence_is_that_of_the_distributions():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 3, 5)).astype(np.float32)
@@ -158,8 +167,9 @@ def test_a_prompt_that_the_target_refuses_is_told():
         raise InvalidRequest("prompt", "holds token 600, the vocabulary has 512")
         yield
 
+    asked = Asked((600,), "a", SamplingParams(max_tokens=8))
     with pytest.raises(UserError, match="prompt 0: prompt: holds token 600"):
-        asyncio.run(_answers(types.SimpleNamespace(submit=submit), [(600,)], 8, lambda: None))  # type: ignore[arg-type]
+        asyncio.run(_answers(types.SimpleNamespace(submit=submit), [asked], lambda: None))  # type: ignore[arg-type]
 
 
 # ---- tables of n-grams

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--prompts", type=pathlib.Path, metavar="FILE", help="questions as Spec-Bench has them (JSONL)")
     data.add_argument("--artifact", type=pathlib.Path, metavar="DIR", help="the compiled target, which answers prompts")
     data.add_argument("--answer-tokens", type=int, default=64, help="most tokens of an answer (default 64)")
+    data.add_argument("--samples", type=int, metavar="N", help="further answers to each prompt, sampled (default 0)")
     training = parser.add_argument_group("training; a run that was killed goes on with the same flags")
     training.add_argument("--length", type=int, help="tokens of a sequence (default 128; of --head 256)")
     training.add_argument("--batch", type=int, help="sequences a step (default 4), or positions of --head (1024)")

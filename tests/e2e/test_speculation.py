@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxserve.distill import DistillOptions, distill
-from jaxserve.distill_rows import Source
+from jaxserve.distill_rows import Rows, Source, make_rows
 from jaxserve.errors import UserError
+from jaxserve.models.resolve import resolve
 from jaxserve.ngram_draft import count_ngrams
 from jaxserve.pallas_kernels._native import is_available
 from jaxserve.reporting import Reporter
@@ -46,7 +47,7 @@ def spendthrift(session: Session, proposer: str) -> Speculation:
     """Checks whatever fits, so that a test does not hang on what steps cost."""
     speculation = session.speculation(proposer)
     assert speculation is not None
-    speculation.costs.best_count = lambda rows, gains, extra: len(gains)  # type: ignore[method-assign]
+    speculation.costs.best = lambda rows, gains, extra: (len(gains), rows + len(gains))  # type: ignore[method-assign]
     return speculation
 
 
@@ -187,3 +188,24 @@ def test_what_is_neither_known_nor_a_folder_is_refused(session: Session):
 def test_an_artifact_without_a_draft_says_how_to_make_one(session: Session, early_exit: pathlib.Path):
     with pytest.raises(UserError, match=r"holds none; .*jaxserve compile MODEL --draft layers:N -o .*draft/draft"):
         load(session.folder / "draft").speculation("draft")
+
+
+def test_further_answers_are_to_prompts_that_are_learned_from(
+    stories_model: pathlib.Path, session: Session, tmp_path: pathlib.Path
+):
+    questions, samples = tmp_path / "questions.jsonl", 2
+    asked = [{"category": "ab"[i % 2], "turns": [f"{i} Once upon a time"]} for i in range(6)]
+    questions.write_text("".join(json.dumps(each) + "\n" for each in asked))
+    source = Source(
+        model=str(stories_model), output=tmp_path / "out", prompts=questions, artifact=session.folder,
+        samples=samples, answer_tokens=40, length=64,
+    )  # fmt: skip
+    rows = make_rows(source, resolve(source.model), Reporter(quiet=True))
+    assert rows.samples == 8 and rows.kinds == (*"ababab", *"abab" * samples)
+    assert np.flatnonzero(rows.held_out()).tolist() == [0, 1]
+    starts = [row[:6].tolist() for row in rows.ids]
+    assert starts[6:10] == starts[10:14] == starts[2:6], "the same prompts"
+    assert len({tuple(row) for row in rows.ids[2:]}) > 8, "and other answers"
+    assert rows.early()[:6].any(axis=1).all() and not rows.early()[6:].any(), "each prompt counts once"
+    rows.save(tmp_path / "rows.npz")
+    assert Rows.load(tmp_path / "rows.npz").samples == 8

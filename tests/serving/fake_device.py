@@ -80,6 +80,7 @@ class FakeRunner:
         self.tables = [[UNWRITTEN] * limits.pages_per_seq for _ in range(limits.max_num_seqs)]
         self.length = [UNWRITTEN] * limits.max_num_seqs
         self.last_token = [UNWRITTEN] * limits.max_num_seqs
+        self.foreseen = [UNWRITTEN] * limits.max_num_seqs
         self.loaded: list[Sequence | None] = [None] * limits.max_num_seqs
         self.plans: list[tuple[str, int]] = []  # (kind, tokens) of every step
         self.not_finite: set[int] = set()  # last tokens after which the logits are not finite
@@ -88,7 +89,7 @@ class FakeRunner:
     def admit(self, seq: Sequence) -> None:
         self.loaded[seq.slot] = seq
         self.length[seq.slot] = seq.num_admitted
-        self.last_token[seq.slot] = UNWRITTEN
+        self.last_token[seq.slot] = self.foreseen[seq.slot] = UNWRITTEN
         self.tables[seq.slot] = [UNWRITTEN] * self.limits.pages_per_seq
 
     def copy_pages(self, copies: Seq[tuple[int, int]]) -> None:
@@ -101,8 +102,8 @@ class FakeRunner:
         written: set[tuple[int, int]] = set()
         for row in plan.rows:
             self.tables[row.slot][row.pages_from : len(row.seq.blocks)] = row.seq.blocks[row.pages_from :]
-            tokens = row.tokens or (self.last_token[row.slot],)
-            for position, token in enumerate(tokens, row.start):
+            tokens = row.tokens or (self.last_token[row.slot], self.foreseen[row.slot])[: row.count]
+            for position, token in enumerate(tokens, self.length[row.slot]):
                 assert 0 <= token < self.limits.vocab_size
                 page, offset = self._place(row.slot, position)
                 assert (page, offset) not in written
@@ -111,7 +112,7 @@ class FakeRunner:
         if plan.kind == "score":
             self.length[plan.rows[0].slot] += plan.rows[0].count
             return Done(self._scores(plan))
-        result = StepResult([], [], [], [], [] if plan.look_ahead else None)
+        result = StepResult([], [], [], [], [], [] if plan.look_ahead else None)
         for row in plan.rows:
             self._sample(row, result)
         return Done(result)
@@ -125,8 +126,8 @@ class FakeRunner:
         assert sum(row.samples for row in plan.rows) <= limits.row_sizes[-1]
         for row in plan.rows:
             assert self.loaded[row.slot] is row.seq
-            assert row.start == self.length[row.slot]
-            assert len(row.tokens) == row.count or (row.tokens == () and row.count == 1)
+            assert row.start == self.length[row.slot] or (row.start > self.length[row.slot] and not row.tokens)
+            assert len(row.tokens) == row.count or (row.tokens == () and row.count == row.samples <= 2)
         self.plans.append((plan.kind, plan.num_tokens))
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
@@ -140,7 +141,7 @@ class FakeRunner:
 
     def _sample(self, row: Row, result: StepResult) -> None:
         """Appends a row's samples. Its slot goes on from the first of them that is not the proposal after it."""
-        seq, end = row.seq, row.start + row.count
+        seq, end = row.seq, self.length[row.slot] + row.count
         self.length[row.slot] = end - row.samples
         going_on = True
         for length in range(end - row.samples + 1, end + 1):
@@ -152,12 +153,14 @@ class FakeRunner:
             assert result.top is not None
             result.top.append(top_logprobs(prefix, self.limits))
             result.finite.append(prefix[-1] not in self.not_finite)
+            result.accepted.append(going_on)
             if result.foreseen is not None:
                 assert self.foresees is not None, "a head is asked for that there is not"
                 after = next_token((*prefix, token), seq.seed, self.limits)
                 result.foreseen.append((after if self.foresees() else (after + 1) % self.limits.vocab_size, 0.7))
             if going_on:
                 self.length[row.slot], self.last_token[row.slot] = length, token
+                self.foreseen[row.slot] = result.foreseen[-1][0] if result.foreseen else UNWRITTEN
                 going_on = length < end and self._prefix(row.slot, length + 1)[-1] == token
 
     def _scores(self, plan: StepPlan) -> StepResult:
@@ -169,4 +172,5 @@ class FakeRunner:
             logprob=[token_logprob(prefix, token) for prefix, token in zip(prefixes, targets, strict=True)],
             top=[top_logprobs(prefix, self.limits) for prefix in prefixes],
             finite=[prefix[-1] not in self.not_finite for prefix in prefixes],
+            accepted=[True] * row.count,
         )

@@ -9,12 +9,16 @@ from tests.serving.fake_device import alone
 
 class Guesses(Proposer):
     """Proposes what the sequence would generate, each token right with probability `accuracy`, and more of it than is
-    of use."""
+    of use. With `foresight` there is a look-ahead head, too, which is right as often as that."""
 
-    def __init__(self, limits: Limits, accuracy: float, seed: int = 0):
-        self.limits, self.accuracy = limits, accuracy
+    def __init__(self, limits: Limits, accuracy: float, seed: int = 0, foresight: float = 0.0):
+        self.limits, self.accuracy, self.head = limits, accuracy, foresight
         self.random = random.Random(seed)
         self.known: dict[Sequence, list[int]] = {}
+
+    @property
+    def foresight(self) -> float:
+        return self.head
 
     def rates(self, seq: Sequence) -> list[float]:
         if seq not in self.known:
@@ -39,15 +43,15 @@ class Guesses(Proposer):
         self.known.pop(seq, None)
 
 
-def guessing(limits: Limits, seed: int = 0, accuracy: float | None = None) -> Speculation:
+def guessing(limits: Limits, seed: int = 0, accuracy: float | None = None, foresight: float = 0.0) -> Speculation:
     """With `accuracy` every proposal that fits is checked; else any number of them, of an accuracy drawn by `seed`."""
     chance = random.Random(seed)
-    proposer = Guesses(limits, chance.random() if accuracy is None else accuracy, seed)
+    proposer = Guesses(limits, chance.random() if accuracy is None else accuracy, seed, foresight)
     speculation = Speculation(proposer, limits.row_sizes)
 
-    def best_count(rows, gains, extra):
-        most = len(gains)
-        return most if accuracy is not None else chance.randint(0, most)
+    def best(rows, gains, extra):
+        count = len(gains) if accuracy is not None else chance.randint(0, len(gains))
+        return count, rows + count
 
-    speculation.costs.best_count = best_count  # type: ignore[method-assign]
+    speculation.costs.best = best  # type: ignore[method-assign]
     return speculation

@@ -48,7 +48,9 @@ class Simulation:
         pending = None
         if plan is not None:
             for row in plan.rows:
-                first, end = row.start // self.limits.page_size, row.start + row.count
+                # Admitted in this plan, it has no length on the device yet.
+                start = row.start if row.seq in plan.admits else self.runner.length[row.slot]
+                first, end = start // self.limits.page_size, row.start + row.count
                 written = row.seq.blocks[first : -(-end // self.limits.page_size)]
                 assert all(self.pool.is_writable(page) for page in written)
             for seq in plan.admits:

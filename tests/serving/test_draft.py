@@ -41,7 +41,7 @@ class ForgetfulRunner(FakeRunner):
 def drafting(limits: Limits, accuracy: float, draft: Limits | None = None) -> tuple[Speculation, ForgetfulRunner]:
     runner = ForgetfulRunner(draft or limits, accuracy)
     speculation = Speculation(DraftProposer(runner, draft or limits), limits.row_sizes)
-    speculation.costs.best_count = lambda rows, gains, extra: min(len(gains), 6)  # type: ignore[method-assign]
+    speculation.costs.best = lambda rows, gains, extra: (min(len(gains), 6), rows + len(gains))  # type: ignore[method-assign]
     return speculation, runner
 
 

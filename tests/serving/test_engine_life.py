@@ -285,7 +285,7 @@ class Instant:
     def wait(self): ...
 
     def result(self) -> StepResult:
-        return StepResult([5] * 32, [-1.0] * 32, None, [True] * 32)
+        return StepResult([5] * 32, [-1.0] * 32, None, [True] * 32, [True] * 32)
 
 
 def test_host_work_of_a_step_with_32_sequences():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.serving.head import HeadProposer
-from jaxserve.serving.plan import StepResult
+from jaxserve.serving.plan import Row, StepResult
 from jaxserve.serving.speculation import Speculation
 from jaxserve.serving.step import Bucket, InputLayout, step_function, unpack_rows
 from tests.serving import toy_model as toy
@@ -64,8 +64,32 @@ def test_a_step_foresees_only_when_asked(compiled):
     runner.close()
 
 
+def test_what_a_step_foresees_is_checked_by_the_next_without_the_host(compiled):
+    limits, program, others = compiled
+    runner = toy.make_runner({BUCKET: program}, others, limits)
+    prompts = ([3, 7], [4, 9, 5])
+    wanted = [toy.generate(prompt, 4) for prompt in prompts]
+    (first, second, *_), other = wanted
+    offset = second - 2 * first  # of the first sequence the head says the right token
+    assert (2 * other[0] + offset) % toy.VOCAB != other[1]
+    runner.params = {"offset": jax.device_put(np.float32(offset))}
+    seqs = [toy.make_sequence(str(i), prompt, i, range(3 * i, 3 * i + 3)) for i, prompt in enumerate(prompts)]
+    for seq in seqs:
+        runner.admit(seq)
+    asked = toy.step(*(toy.make_row(seq, 0, seq.prompt_len) for seq in seqs))
+    asked.look_ahead = True
+    runner.dispatch(asked)
+    checked = runner.dispatch(toy.step(*(Row(seq, seq.slot, seq.prompt_len, 2, (), 2, 3) for seq in seqs)))
+    result = checked.result()
+    assert result.accepted == [True, True, True, False]
+    assert result.tokens[:3] == [*wanted[0][1:3], wanted[1][1]]
+    after = runner.dispatch(toy.step(*(toy.make_row(seq, 9, 1, from_state=True, pages_from=3) for seq in seqs)))
+    assert after.result().tokens == [wanted[0][3], wanted[1][2]], "each goes on from what it generated"
+    runner.close()
+
+
 def test_rows_without_a_head_hold_no_more_than_before():
-    assert len(unpack_rows(np.zeros((3, 4), np.int32))) == 3
+    assert len(unpack_rows(np.zeros((3, 4), np.int32))) == 4
     assert "look_ahead" not in InputLayout.of(BUCKET, toy.LIMITS).unpack(
         np.zeros(InputLayout.of(BUCKET, toy.LIMITS).size)
     )
@@ -127,10 +151,34 @@ def test_the_likelier_of_head_and_lookup_is_proposed():
         assert proposer.propose({seq: 2})[seq] == proposed
 
 
-def test_a_token_in_flight_is_waited_for_as_often_as_the_head_is_right():
-    proposer, seq = HeadProposer(), sequence([1, 2, 3], 3)
-    seq.num_pending = 1
-    assert proposer.rates(seq) == [1.0, proposer.foresight] == [1.0, 0.4]
+def test_what_a_step_in_flight_foresees_is_checked_without_waiting_for_it():
+    speculation, seq = foresight(), sequence([1, 2, 3], 3)
+    seq.num_pending, seq.foreseen = 1, True
+    assert not speculation.worth_waiting([seq], 1, 15)
+    assert speculation.count_foreseen(1, 1, 15) == 1
+    assert speculation.count_foreseen(1, 1, 0) == 0, "there is no room"
+    dear = foresight(costs=dict(s1=1e-2, s2=2e-2, s4=4e-2, s8=8e-2, s16=16e-2))
+    assert dear.count_foreseen(1, 1, 15) == 0
+    # A text that repeats itself promises more than one token.
+    copying = sequence([1, 2, 3, 4, 5, 6, 7, 8] * 3, 24)
+    copying.num_pending, copying.foreseen = 2, True
+    assert speculation.worth_waiting([copying], 1, 15)
+
+
+def test_steps_overlap_while_the_head_proposes():
+    simulation, proposed = Simulation(LIMITS, speculation=foresight()), []
+    simulation.runner.foresees = lambda: True
+    waits = simulation.scheduler.wants_results
+    waited = []
+    simulation.scheduler.wants_results = lambda: waited.append(waits()) or waited[-1]
+    [seq] = simulation.add(request([2, 3], max_tokens=31, ignore_eos=True, seed=3))
+    while simulation.scheduler.has_work:
+        plan = simulation.turn()
+        proposed += [(row.tokens, row.count, row.samples) for row in plan.rows] if plan else []
+    assert_as_alone(seq, LIMITS)
+    assert not any(waited), "nothing repeats itself here, so lookup has nothing to say"
+    # The prompt's step samples the first token, and each of 15 steps two more.
+    assert proposed == [((2, 3), 2, 1)] + [((), 2, 2)] * 15
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.5, 1.0])

@@ -82,16 +82,16 @@ def test_costs_begin_with_what_was_measured_and_take_the_pace_of_requests():
     gains = [0.9, 0.8, 0.7]
     assert not costs.known
     costs.begin({1: 0.5, 2: 0.6, 4: 5.0})
-    assert costs.known and costs.best_count(1, gains, [0.0] * 3) == 1
+    assert costs.known and costs.best(1, gains, [0.0] * 3)[0] == 1
     costs.add(2, 1.2)
     assert (costs.seconds(1), costs.seconds(2), costs.seconds(4)) == pytest.approx((1.0, 1.2, 10.0))
     for _ in range(5):  # later steps say otherwise
         costs.add(1, 1.0)
         costs.add(4, 1.3)
-    assert costs.seconds(4) == pytest.approx(1.3) and costs.best_count(1, gains, [0.0] * 3) == 3
+    assert costs.seconds(4) == pytest.approx(1.3) and costs.best(1, gains, [0.0] * 3)[0] == 3
     nothing = StepCosts((1, 2, 4))
     nothing.begin({})
-    assert not nothing.known and nothing.best_count(1, gains, [0.0] * 3) == 0
+    assert not nothing.known and nothing.best(1, gains, [0.0] * 3)[0] == 0
 
 
 ASKED = [request([2 + i % 5] * (1 + i * 3 % 20), n=1 + i % 2, max_tokens=9, seed=i, logprobs=i % 3) for i in range(12)]

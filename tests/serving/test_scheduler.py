@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -59,10 +60,18 @@ def limits_(draw) -> Limits:
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(limits_(), st.booleans(), st.lists(arrivals(), min_size=1, max_size=10), st.none() | st.integers(0, 100))
-def test_every_output_equals_the_output_alone(limits, prefix_caching, todo, guesses):
-    """With proposals, right and wrong ones, and without."""
-    simulation = Simulation(limits, prefix_caching, None if guesses is None else guessing(limits, guesses))
+@given(
+    limits_(),
+    st.booleans(),
+    st.lists(arrivals(), min_size=1, max_size=10),
+    st.none() | st.integers(0, 100),
+    st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+)
+def test_every_output_equals_the_output_alone(limits, prefix_caching, todo, guesses, foresight):
+    """With proposals, right and wrong ones, made by the host and by a look-ahead head, and without."""
+    speculation = None if guesses is None else guessing(limits, guesses, foresight=foresight)
+    simulation, chance = Simulation(limits, prefix_caching, speculation), random.Random(guesses)
+    simulation.runner.foresees = lambda: chance.random() < foresight
     families: list[tuple[Arrival, list[Sequence]]] = []
     todo = sorted(todo, key=lambda arrival: arrival.turn)
     while todo or simulation.scheduler.has_work:

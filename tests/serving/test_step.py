@@ -90,7 +90,7 @@ def run(program, caches, state, inputs, offset=0.0):
     packed = np.concatenate([array.ravel() for array in inputs.values()])
     caches, state, outputs = program({"offset": np.float32(offset)}, caches, state, packed)
     assert outputs.keys() == {"rows", "top"}
-    tokens, logprob, finite = unpack_rows(np.asarray(outputs["rows"]))
+    tokens, logprob, finite, _ = unpack_rows(np.asarray(outputs["rows"]))
     ids, logprobs = unpack_top(np.asarray(outputs["top"]))
     return (
         caches,

@@ -51,8 +51,8 @@ def propose(runner, seq, proposed, from_state=False):
     start = len(seq.tokens) - 1
     last = -1 if from_state else seq.tokens[-1]
     row = toy.Row(seq, seq.slot, start, 1 + len(proposed), (last, *proposed), 1 + len(proposed), 8)
-    chosen = run(runner, row).tokens
-    made = chosen[: row.count_generated(chosen)]
+    result = run(runner, row)
+    made = result.tokens[: sum(result.accepted)]
     seq.tokens += made
     return made
 

@@ -14,6 +14,7 @@ TOKENS, AT_ONCE = 64, 4  # few at once: a step of 16 rows then has room for prop
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # ten minutes and more on a machine that others use
 @pytest.mark.skipif(not is_available(), reason="XLA's own dots depend on the rows beside a row")
 def test_answers_are_those_without(artifacts: pathlib.Path, sample_gguf: pathlib.Path, shared: pathlib.Path):
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "verify": False}

@@ -33,12 +33,11 @@ CALLS = (
 )
 
 KERNELS = (  # their files of tests
-    *("matmul", "kv_write", "paged_attention", "rms_norm", "gated_activation", "sample_logits"),
+    *("matmul", "kv_write", "paged_attention", "rms_norm", "gated_activation", "rope", "sample_logits"),
     "native",
 )
-PARTS = (
-    "Dense or Quantized or Kv or Paged or Sample or Norm or Gated or company or bare"  # of the names of tests in them
-)
+# Parts of the names of tests in them.
+PARTS = "Dense or Quantized or Kv or Paged or Sample or Norm or Gated or Rope or company or bare"
 
 pytestmark = pytest.mark.skipif(not is_available(), reason=describe())
 

@@ -12,6 +12,7 @@ namespace {
 // Neighbouring heads of every token, which go to an array [T, heads, width] of their own.
 struct Part {
   void* y;
+  const void* bias;  // [heads, width], added first; null if there is none
   int64_t heads;
   bool is_turned;
 };
@@ -19,7 +20,7 @@ struct Part {
 // Tokens [T, heads, width] that are cut into parts, heads in order.
 struct Rope {
   const void* x;
-  bool is_bf16;  // x, and all parts
+  bool is_bf16;  // x, and all that parts name
   const int32_t* positions;
   ffi::Span<const float> inv_freq;  // of the pairs, [dim / 2]
   bool interleaved;
@@ -63,23 +64,36 @@ ffi::Error rope(ffi::BufferR0<ffi::S32>, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
   const bool fits = is_float(x) && x.element_count() == y->element_count() && shape.size() == 3 && is_like(*y, x, tokens, shape[2]) &&
                     2 * static_cast<int64_t>(inv_freq.size()) <= shape[2];
   if (!fits) return invalid("rope: the operands do not fit each other");
-  const Part part{y->untyped_data(), shape[1], true};
+  const Part part{y->untyped_data(), nullptr, shape[1], true};
   return turn_tokens({x.untyped_data(), x.element_type() == ffi::BF16, positions.typed_data(), inv_freq, interleaved, shape[2],
                       part.heads, &part, 1},
                      tokens);
 }
 
-ffi::Error rope_qkv(ffi::BufferR0<ffi::S32>, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> positions, ffi::Result<ffi::AnyBuffer> q,
-                    ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v, ffi::Span<const float> inv_freq, bool interleaved) {
+// The layer's part of a bias [L, size] or [size]; null if it does not fit.
+const void* bias_of(const ffi::AnyBuffer& bias, const ffi::AnyBuffer& x, int32_t layer, int64_t size) {
+  const bool fits = bias.element_type() == x.element_type() && layer >= 0 && bias.dimensions().size() > 0 &&
+                    bias.dimensions().back() == size && (layer + 1) * size <= static_cast<int64_t>(bias.element_count());
+  return fits ? static_cast<const char*>(bias.untyped_data()) + layer * size * ffi::ByteWidth(x.element_type()) : nullptr;
+}
+
+ffi::Error rope_qkv(ffi::BufferR0<ffi::S32> layer, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> positions, ffi::RemainingArgs biases,
+                    ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v,
+                    ffi::Span<const float> inv_freq, bool interleaved) {
   const Timed timed([] { return std::string("rope_qkv"); });
   const int64_t tokens = positions.element_count(), width = q->dimensions().back();
   const ffi::AnyBuffer* const results[] = {&*q, &*k, &*v};
   Part parts[3];
   int64_t heads = 0;
-  bool fits = is_float(x) && 2 * static_cast<int64_t>(inv_freq.size()) <= width;
+  bool fits = is_float(x) && 2 * static_cast<int64_t>(inv_freq.size()) <= width && (biases.size() == 0 || biases.size() == 3);
   for (int i = 0; i < 3 && fits; ++i) {
     fits = is_like(*results[i], x, tokens, width);
-    if (fits) parts[i] = {results[i]->untyped_data(), results[i]->dimensions()[1], i < 2}, heads += parts[i].heads;
+    if (!fits) break;
+    parts[i] = {results[i]->untyped_data(), nullptr, results[i]->dimensions()[1], i < 2};
+    heads += parts[i].heads;
+    if (biases.size() == 0) continue;
+    parts[i].bias = bias_of(*biases.get<ffi::AnyBuffer>(i), x, *layer.typed_data(), parts[i].heads * width);
+    fits = parts[i].bias != nullptr;
   }
   if (!fits || static_cast<int64_t>(x.element_count()) != tokens * heads * width) {
     return invalid("rope_qkv: the operands do not fit each other");
@@ -106,6 +120,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_rope_qkv, jaxserve::rope_qkv,
                                   .Arg<jaxserve::ffi::BufferR0<jaxserve::ffi::S32>>()
                                   .Arg<jaxserve::ffi::AnyBuffer>()
                                   .Arg<jaxserve::ffi::Buffer<jaxserve::ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<jaxserve::ffi::AnyBuffer>()
                                   .Ret<jaxserve::ffi::AnyBuffer>()
                                   .Ret<jaxserve::ffi::AnyBuffer>()

@@ -23,6 +23,7 @@ def cases(dtype: Any) -> list[Case]:
                     "spec": RopeSpec(model.head_dim, 500_000.0),
                     "heads": model.heads,
                     "kv_heads": model.kv_heads,
+                    "layer": None,
                 },
                 bytes=size(x, positions, x),
                 flops=3 * work.step_tokens * (model.heads + model.kv_heads) * model.head_dim,

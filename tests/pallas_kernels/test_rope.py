@@ -1,5 +1,6 @@
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -71,19 +72,21 @@ class TestRopeQkv:
             np.testing.assert_array_equal(turned, compute(implementation, rope, part, positions, spec=spec))
         np.testing.assert_array_equal(found[2], v.astype(F32))
 
-
-@pytest.mark.skipif(not is_available(), reason=describe())
-@dtypes
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_token_is_turned_to_the_same_bytes_in_every_company(dtype, interleaved):
-    """70 tokens of 12 heads are more than one thread's."""
-    spec, x = RopeSpec(64, 5e5, LLAMA3, interleaved), normal(0, 70, 12 * 64, dtype=dtype)
-    positions = np.random.default_rng(1).permutation(131072)[:70].astype(np.int32)
-    turn = lambda rows: rope_qkv(x[rows], positions[rows], spec=spec, heads=6, kv_heads=3)  # noqa: E731
-    together = turn(slice(None))
-    for rows in ([0], [69], [3, 41], [50, 49, 7, 7, 20], range(16, 49)):
-        for some, of_all in zip(turn(np.array(rows)), together, strict=True):
-            assert np.asarray(some).tobytes() == np.asarray(of_all)[np.array(rows)].tobytes()
+    @dtypes
+    @pytest.mark.parametrize("layer", [None, 0, 2])
+    @pytest.mark.parametrize("dim", [16, 10])
+    def test_adds_biases_first(self, implementation, dtype, layer, dim):
+        spec, positions = RopeSpec(dim, 1e4, interleaved=dim == 10), np.array([5, 0, 90000], np.int32)
+        x, stacks = (
+            normal(0, 3, 96, dtype=dtype),
+            [normal(i, 3, n * 16, dtype=dtype) for i, n in ((1, 2), (2, 2), (3, 2))],
+        )
+        biases = stacks if layer is not None else [stack[1] for stack in stacks]
+        options = {"spec": spec, "heads": 2, "kv_heads": 2}
+        found = compute(implementation, rope_qkv, x, positions, *biases, **options, layer=layer)
+        biased = x + np.concatenate([stack[1 if layer is None else layer] for stack in stacks])
+        for one, other in zip(found, compute(implementation, rope_qkv, biased, positions, **options), strict=True):
+            assert_close(one, wide(other), dtype, f32=0)
 
 
 class TestSpec:
@@ -129,6 +132,27 @@ def test_shape_errors_name_the_operand():
         rope_qkv(x.reshape(3, 16), positions, spec=RopeSpec(4, 1e4), heads=1, kv_heads=1)
     with pytest.raises(TypeError, match="rope_qkv: spec rotates 8 channels but heads have only H = 4"):
         rope_qkv(x.reshape(3, 16), positions, spec=RopeSpec(8, 1e4), heads=2, kv_heads=1)
+    options = {"spec": RopeSpec(4, 1e4), "heads": 2, "kv_heads": 1}
+    stacks = [np.zeros((5, n), F32) for n in (8, 4, 4)]
+    with pytest.raises(TypeError, match=r"rope_qkv: there are biases for q, k and v or for none, .*; got 1"):
+        rope_qkv(x.reshape(3, 16), positions, stacks[0], **options, layer=0)
+    with pytest.raises(TypeError, match=r"rope_qkv: the bias of k has shape \(5, 8\), expected axes \[L 4\]"):
+        rope_qkv(x.reshape(3, 16), positions, stacks[0], stacks[0], stacks[1], **options, layer=0)
+    with pytest.raises(TypeError, match="rope_qkv: layer 5 is not one of the 5 of the biases"):
+        rope_qkv(x.reshape(3, 16), positions, *stacks, **options, layer=5)
+
+
+@pytest.mark.skipif(not is_available(), reason=describe())
+def test_a_layer_that_is_known_when_it_runs_may_not_lie_outside_the_biases():
+    x, positions, stacks = np.zeros((3, 16), F32), np.zeros(3, np.int32), [np.ones((5, n), F32) for n in (8, 4, 4)]
+    options = {"spec": RopeSpec(4, 1e4), "heads": 2, "kv_heads": 1, "layer": "traced"}
+    call = OPS["jaxserve.rope_qkv"].kernel("cpu", "native")(x, positions, *stacks, **options)
+    assert not isinstance(call, Refusal)
+    for part in jax.jit(call)(x, positions, *stacks, np.int32(4)):
+        np.testing.assert_array_equal(part, 1)
+    for layer in (-1, 5):
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="rope_qkv: the operands do not fit"):
+            jax.block_until_ready(jax.jit(call)(x, positions, *stacks, np.int32(layer)))
 
 
 @pytest.mark.skipif(not is_available(), reason=describe())
@@ -137,5 +161,5 @@ def test_native_kernels_refuse_other_dtypes_with_a_reason():
     native = lambda name: OPS[f"jaxserve.{name}"].kernel("cpu", "native")  # noqa: E731
     reason = Refusal("x is float16; it knows float32 and bfloat16")
     assert native("rope")(x, positions, spec=RopeSpec(8, 1e4)) == reason
-    options = {"spec": RopeSpec(8, 1e4), "heads": 2, "kv_heads": 1}
+    options = {"spec": RopeSpec(8, 1e4), "heads": 2, "kv_heads": 1, "layer": None}
     assert native("rope_qkv")(x.reshape(3, 32), positions, **options) == reason

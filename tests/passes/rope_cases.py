@@ -7,8 +7,8 @@ from tests.passes.scale_cases import INDEX, ROPE, scope
 
 
 def parts_that_are_not_turned_together() -> Graph:
-    """A q that is not turned, angles that differ, a q of its own, keys after values, an array with a rest, one row of a
-    larger one; then a sound triple that two attentions share."""
+    """A q that is not turned, angles that differ, a q of its own, keys after values, an array with a rest, rows of a
+    larger one, a bias of q alone, one for each row; then a sound triple that two attentions share."""
 
     def function(v):
         x, wide, at = v["x"], v["wide"], v["positions"]
@@ -25,9 +25,11 @@ def parts_that_are_not_turned_together() -> Graph:
             "swapped": mix("swapped", own, turned(cut(x, 24, 32)), cut(x, 16, 24)),
             "rest": mix("rest", turned(cut(wide, 0, 16)), turned(cut(wide, 16, 24)), cut(wide, 24, 32)),
             "rows": mix("rows", turned(cut(v["tall"], 0, 16)), turned(cut(v["tall"], 16, 24)), cut(v["tall"], 24, 32)),
+            "biased": mix("one_bias", turned(heads(x[:, :16] + v["bias"])), key, value),
+            "row": mix("bias_a_row", turned(heads(x[:, :16] + v["x"][:, 24:25])), key, value),
             "first": mix("first", own, key, value),
             "second": mix("second", own, key, value),
         }  # fmt: skip
 
     args = {"x": (4, 32), "wide": (4, 40), "tall": (5, 32), "q": (4, 16), "positions": INDEX, "segments": INDEX}
-    return make_graph(function, {}, args)
+    return make_graph(function, {"bias": (16,)}, args)

@@ -415,6 +415,7 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("fuse_epilogue_gelu", "fuse-epilogue", f"{FUSED},fuse-epilogue", model(activation="gelu_pytorch_tanh")),
     ("fuse_epilogue_negative", "fuse-epilogue", "fuse-epilogue", products_that_are_not_gated_activations),
     ("fuse_rope", "fuse-rope", f"{FUSED},fuse-rope", model()),
+    ("fuse_rope_bias", "fuse-rope", f"{FUSED},stack-layers,fuse-rope", model(layers=2, qkv_bias=True)),
     ("fuse_rope_qkv_norm_negative", "fuse-rope", f"{FUSED},fuse-rope", model(qk_norm=True)),
     ("fuse_rope_negative", "fuse-rope", "fuse-rope", rope_cases.parts_that_are_not_turned_together),
     ("insert_paged_kv_window", "insert-paged-kv", "insert-paged-kv{page=4,kv=f32}", model(windows=(3,))),

@@ -11,6 +11,8 @@ import jaxserve.pallas_kernels.kv_write.cpu
 import jaxserve.pallas_kernels.paged_attention.cpu
 import jaxserve.pallas_kernels.quantized_matmul.cpu
 import jaxserve.pallas_kernels.rms_norm.cpu
+import jaxserve.pallas_kernels.rope.cpu
+import jaxserve.pallas_kernels.rope_qkv.cpu
 import jaxserve.pallas_kernels.sample_logits.cpu  # noqa: F401  (kernels register themselves)
 from jaxserve.pallas_kernels._op import OPS, Choice, Kernel, Op, Refusal
 from jaxserve.pallas_kernels.add_rms_norm.op import add_rms_norm
@@ -28,6 +30,7 @@ from jaxserve.pallas_kernels.quantized_take.op import quantized_take
 from jaxserve.pallas_kernels.rms_norm.op import rms_norm
 from jaxserve.pallas_kernels.rope.op import rope
 from jaxserve.pallas_kernels.rope.spec import LinearScaling, Llama3Scaling, RopeSpec
+from jaxserve.pallas_kernels.rope_qkv.op import rope_qkv
 from jaxserve.pallas_kernels.sample_logits.op import sample_logits
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "quantized_take",
     "rms_norm",
     "rope",
+    "rope_qkv",
     "sample_logits",
     "unpack_int4",
 ]

@@ -11,6 +11,7 @@ from jaxserve.pallas_kernels import add_rms_norm, rms_norm
 from jaxserve.passes.graph import Graph, where
 from jaxserve.passes.match import Match, NoMatch
 from jaxserve.passes.pipeline import Context, Pass, PassResult
+from jaxserve.passes.readers import cut_of_stack
 from jaxserve.passes.rewrite import Rewriter
 
 NORM = "jaxserve.rms_norm"
@@ -41,7 +42,7 @@ def _fuse(rewriter: Rewriter, norm: JaxprEqn) -> list[Match | NoMatch]:
     graph, (x, weight) = rewriter.graph, norm.invars
     sums, no_sum = _addition(rewriter, x)
     casts, no_cast = _casts(graph, norm.outvars[0])
-    cut = _cut(graph, weight)
+    cut = cut_of_stack(graph, weight)
     refusals = [NoMatch(where(norm), reason) for reason in (no_sum, no_cast) if reason]
     if not sums and not casts and not cut:
         return [*refusals]
@@ -91,13 +92,3 @@ def _casts(graph: Graph, normal: Var) -> tuple[list[JaxprEqn], str]:
     if len(dtypes) != 1 or not jnp.issubdtype(dtypes[0], jnp.floating):
         return [], f"it does not round, for its result is read in {' and in '.join(dtypes)}"
     return users, ""
-
-
-def _cut(graph: Graph, weight: Atom) -> tuple[JaxprEqn, ...]:
-    """The slice and squeeze that cut one layer's weight out of a stack [L, D]; none if it is no such part."""
-    squeeze = graph.producer(weight)
-    cut = graph.producer(squeeze.invars[0]) if squeeze is not None and squeeze.primitive.name == "squeeze" else None
-    if squeeze is None or cut is None or cut.primitive.name != "slice" or graph.param_of(cut.invars[0]) is None:
-        return ()
-    stack, part = spec_of(cut.invars[0]).shape, spec_of(cut.outvars[0]).shape
-    return (cut, squeeze) if len(stack) == 2 and part == (1, stack[1]) else ()

@@ -1,8 +1,9 @@
-"""Who reads a weight: matmuls and embedding lookups, the two regions that passes know how to substitute."""
+"""Who reads a weight: matmuls and embedding lookups, the two regions that passes know how to substitute; and how one
+layer's vector is cut out of a stack."""
 
 import jax
 
-from jaxserve._compat import JaxprEqn
+from jaxserve._compat import Atom, JaxprEqn, spec_of
 from jaxserve.passes.graph import Graph, Input, where
 from jaxserve.passes.match import Match, NoMatch, Pattern
 
@@ -50,3 +51,13 @@ def _weight_reader(graph: Graph, entry: Input, user: JaxprEqn) -> Match | NoMatc
             note = f"{entry.path} {list(entry.aval.shape)}, rows"
             return Match(found.where, found.operands, found.eqns, found.results, note)
     return NoMatch(where(user), f"{entry.path} is read by {user.primitive.name}, so it stays dense")
+
+
+def cut_of_stack(graph: Graph, vector: Atom) -> tuple[JaxprEqn, ...]:
+    """The slice and squeeze that cut one layer's vector out of a stack [L, D]; none if it is no such part."""
+    squeeze = graph.producer(vector)
+    cut = graph.producer(squeeze.invars[0]) if squeeze is not None and squeeze.primitive.name == "squeeze" else None
+    if squeeze is None or cut is None or cut.primitive.name != "slice" or graph.param_of(cut.invars[0]) is None:
+        return ()
+    stack, part = spec_of(cut.invars[0]).shape, spec_of(cut.outvars[0]).shape
+    return (cut, squeeze) if len(stack) == 2 and part == (1, stack[1]) else ()

@@ -9,6 +9,7 @@ from jaxserve.passes.fold_scales import FoldScales
 from jaxserve.passes.fuse_epilogue import FuseEpilogue
 from jaxserve.passes.fuse_norm import FuseNorm
 from jaxserve.passes.fuse_projections import FuseGateUp, FuseQkv
+from jaxserve.passes.fuse_rope import FuseRope
 from jaxserve.passes.insert_paged_kv import InsertPagedKv
 from jaxserve.passes.lower_dense_matmul import LowerDenseMatmul
 from jaxserve.passes.narrow_matmul import NarrowMatmul
@@ -24,7 +25,8 @@ PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
         *(Canonicalize, LowerDenseMatmul, Prune, FoldScales, SmoothAttention, FuseQkv, FuseGateUp, QuantizeMatmul),
-        *(NarrowMatmul, ChooseLayout, StackLayers, FuseNorm, QuantizeNorm, FuseEpilogue, InsertPagedKv, RollLayers),
+        *(NarrowMatmul, ChooseLayout, StackLayers, FuseNorm, QuantizeNorm, FuseEpilogue, FuseRope),
+        *(InsertPagedKv, RollLayers),
     )
 }
 
@@ -78,7 +80,7 @@ class Recipe:
         steps += ["stack-layers", "fuse-norm"]
         if all_rules:
             steps.append("quantize-norm")
-        steps.append("fuse-epilogue")
+        steps += ["fuse-epilogue", "fuse-rope"]
         steps.append(f"insert-paged-kv{{page={page},kv={kv or self.kv or activations}}}")
         if loops:
             steps.append("roll-layers")

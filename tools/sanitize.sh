@@ -14,7 +14,7 @@ ${CXX:-g++} -std=c++17 -O1 -g -fPIC -shared -fsanitize=address,undefined -fno-sa
 
 tests=tests/pallas_kernels
 [ $# -gt 0 ] || set -- -k "native or company or do_not_fit or layer_that" $tests/test_native.py $tests/test_matmul.py $tests/test_kv_write.py \
-  $tests/test_paged_attention.py $tests/test_sample_logits.py $tests/test_rms_norm.py $tests/test_gated_activation.py
+  $tests/test_paged_attention.py $tests/test_sample_logits.py $tests/test_rms_norm.py $tests/test_gated_activation.py $tests/test_rope.py
 
 # Python is not built for a sanitizer, so its runtime is loaded first; what Python never frees is no leak of ours.
 LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so)" \

@@ -22,6 +22,7 @@ CUSTOM_CALLS = (
     "jaxserve_kv_write",
     "jaxserve_paged_attention",
     "jaxserve_quantized_matmul",
+    *("jaxserve_rope", "jaxserve_rope_qkv"),
     "jaxserve_sample_logits",
 )
 
@@ -80,7 +81,7 @@ def native_call(
     """A function of arrays that calls the handler `name`; `aliases` maps operands to the results that take them over.
 
     The handler's first operand is the layer; the function takes it as its last if it is TRACED. Attributes are Python
-    strings, bools, or numpy scalars of the type that the handler declares.
+    strings, bools, or numpy scalars and arrays of the type that the handler declares.
     """
     assert name in CUSTOM_CALLS and is_available()
     moved = {operand + 1: result for operand, result in (aliases or {}).items()}

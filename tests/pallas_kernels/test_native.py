@@ -8,7 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels import QuantFormat, dense_matmul, paged_attention, quantize_rtn, quantized_matmul
+from jaxserve.pallas_kernels import (
+    QuantFormat,
+    RopeSpec,
+    dense_matmul,
+    paged_attention,
+    quantize_rtn,
+    quantized_matmul,
+    rope,
+    rope_qkv,
+)
 from jaxserve.pallas_kernels._native import describe, is_available
 from jaxserve.pallas_kernels._native.ceiling import GROUP, int4_product, int4_seconds
 from jaxserve.pallas_kernels._native.profile import profiled
@@ -33,12 +42,11 @@ CALLS = (
 )
 
 KERNELS = (  # their files of tests
-    *("matmul", "kv_write", "paged_attention", "rms_norm", "gated_activation", "sample_logits"),
+    *("matmul", "kv_write", "paged_attention", "rms_norm", "gated_activation", "rope", "sample_logits"),
     "native",
 )
-PARTS = (
-    "Dense or Quantized or Kv or Paged or Sample or Norm or Gated or company or bare"  # of the names of tests in them
-)
+# Parts of the names of tests in them.
+PARTS = "Dense or Quantized or Kv or Paged or Sample or Norm or Gated or Rope or company or bare"
 
 pytestmark = pytest.mark.skipif(not is_available(), reason=describe())
 
@@ -98,6 +106,23 @@ def test_a_token_has_the_same_bytes_in_every_company(dtype, form, head_dim, wind
     rows = [299, 64, 63, 128, 1, 200, 17, 250, 40, 191]
     among = attend(q[rows], np.stack([table] * len(rows)), [1] * len(rows), [row + 1 for row in rows])
     assert among.tobytes() == whole[rows].tobytes()
+
+
+@dtypes
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_token_is_turned_to_the_same_bytes_in_every_company(dtype, interleaved):
+    """70 tokens of 12 heads are more than one thread's."""
+    spec, x = RopeSpec(64, 5e5, interleaved=interleaved), normal(0, 70, 12 * 64, dtype=dtype)
+    positions = np.random.default_rng(1).permutation(131072)[:70].astype(np.int32)
+    biases = [normal(seed, heads * 64, dtype=dtype) for seed, heads in ((1, 6), (2, 3), (3, 3))]
+
+    def turn(rows):
+        parts = rope_qkv(x[rows], positions[rows], *biases, spec=spec, heads=6, kv_heads=3)
+        return np.concatenate([np.asarray(part) for part in (*parts, rope(parts[2], positions[rows], spec=spec))], 1)
+
+    together = turn(np.arange(70))
+    for rows in ([0], [69], [3, 41], [50, 49, 7, 7, 20], range(16, 49)):
+        assert turn(np.array(rows)).tobytes() == together[np.array(rows)].tobytes()
 
 
 def test_operands_that_do_not_fit_are_an_error_and_no_crash():

@@ -28,6 +28,7 @@ from jaxserve.pallas_kernels import (
     quantized_take,
     rms_norm,
     rope,
+    rope_qkv,
     sample_logits,
 )
 from jaxserve.pallas_kernels._native import CUSTOM_CALLS
@@ -55,6 +56,10 @@ def samples(dtype):
         ),
         "gated_activation": (gated_activation, (rows[0],)),
         "rope": (functools.partial(rope, spec=RopeSpec(4, 1e4)), (q, index)),
+        "rope_qkv": (
+            functools.partial(rope_qkv, spec=RopeSpec(4, 1e4), heads=2, kv_heads=1),
+            (q.reshape(3, 32), index),
+        ),
         "attention": (functools.partial(attention, scale=0.3, window=2), (q, k, v, index, segments)),
         "kv_write": (kv_write, (*caches, k, v, np.array([6, -1, 0], np.int32))),
         "paged_attention": (functools.partial(paged_attention, scale=0.3), (q, *caches, tables, starts, lengths)),

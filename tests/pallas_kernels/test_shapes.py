@@ -44,7 +44,7 @@ def test_bench_prints_a_json_line(name, form, monkeypatch, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert found["op"] == name
-    assert found["implementation"] == ("native" if is_available() and name != "rope" else "reference")
+    assert found["implementation"] == ("native" if is_available() else "reference")
     assert found["median_us"] > 0 and found["percent_of_ceiling"] > 0
 
 

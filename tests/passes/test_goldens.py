@@ -18,7 +18,7 @@ from jaxserve.lowering import trace_model
 from jaxserve.pallas_kernels import QuantFormat, RopeSpec, attention, dense_matmul, quantized_matmul, rms_norm, rope
 from jaxserve.passes.graph import Graph
 from jaxserve.passes.verify import VerifyError
-from tests.passes import scale_cases
+from tests.passes import rope_cases, scale_cases
 from tests.passes.helpers import (
     assert_same_results,
     check_golden,
@@ -414,6 +414,10 @@ CASES: list[tuple[str, str, str, Callable[[], Graph]]] = [
     ("fuse_epilogue", "fuse-epilogue", f"{NARROW},fuse-epilogue", model()),
     ("fuse_epilogue_gelu", "fuse-epilogue", f"{FUSED},fuse-epilogue", model(activation="gelu_pytorch_tanh")),
     ("fuse_epilogue_negative", "fuse-epilogue", "fuse-epilogue", products_that_are_not_gated_activations),
+    ("fuse_rope", "fuse-rope", f"{FUSED},fuse-rope", model()),
+    ("fuse_rope_bias", "fuse-rope", f"{FUSED},stack-layers,fuse-rope", model(layers=2, qkv_bias=True)),
+    ("fuse_rope_qkv_norm_negative", "fuse-rope", f"{FUSED},fuse-rope", model(qk_norm=True)),
+    ("fuse_rope_negative", "fuse-rope", "fuse-rope", rope_cases.parts_that_are_not_turned_together),
     ("insert_paged_kv_window", "insert-paged-kv", "insert-paged-kv{page=4,kv=f32}", model(windows=(3,))),
     ("insert_paged_kv_bf16", "insert-paged-kv", "insert-paged-kv", model(activations="bf16", layers=2)),
     ("insert_paged_kv_int4", "insert-paged-kv", "insert-paged-kv{page=4,kv=int4}", model()),
@@ -448,6 +452,7 @@ def test_canonicalize_keeps_the_numbers_and_every_weight_can_be_lowered(build):
         ("fuse-norm", norms_that_share),
         ("stack-layers,fuse-norm", gemma_norms),
         ("fuse-epilogue", products_that_are_not_gated_activations),
+        ("fuse-rope", rope_cases.parts_that_are_not_turned_together),
     ],
 )
 def test_partial_matches_keep_the_numbers(text, build):

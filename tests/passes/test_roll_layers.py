@@ -49,6 +49,15 @@ def assert_same(graph: Graph) -> None:
         )
 
 
+def test_biases_are_read_out_of_their_stacks_in_the_loop():
+    text = f"{STACKED},fuse-rope,insert-paged-kv{{page=4,kv=f32}},roll-layers"
+    graph = pipeline(trace_tiny(layers=6, qkv_bias=True), text, numbers=False).graph
+    assert names(graph).count("jaxserve.rope_qkv") == 6
+    (loop,) = find_loops(graph)
+    assert loop.repeats == 6 and set(loop.steps.values()) == {1}
+    assert_same(graph)
+
+
 @pytest.mark.parametrize("kv", ["f32", "int8"])
 def test_layers_become_a_loop(kv):
     graph = paged(6, kv)

@@ -13,7 +13,7 @@ from jaxserve.calibration import open_tokenizer
 from jaxserve.errors import UserError
 from jaxserve.evaluate import read_text
 from jaxserve.models.checkpoint import Checkpoint
-from jaxserve.questions import prompt_ids, read_questions
+from jaxserve.questions import before_turn, prompt_ids, read_questions
 from jaxserve.reporting import Reporter
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits
@@ -23,19 +23,24 @@ from jaxserve.text import Tokenizer, encode_text
 
 HELD_OUT = 8  # each 8th row of a kind is only looked at for the report
 SAMPLED = 0.8  # the temperature of further answers: other than the greedy one, and not far from it
+INVENTED = "invented"  # the kind of prompts that the target makes up
+_PROMPT_TOKENS = 128  # of such a prompt, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
     """A draft of which model, where to, from what: a text, or prompts that `artifact`, the compiled target, answers.
 
-    Those that are not held out it answers `samples` times more, at temperature SAMPLED.
+    Beside `prompts`, or without, it answers `invented` prompts that it makes up itself: sampled after what its chat
+    template puts before a user's turn (Magpie, Xu et al. 2024). Those that are not held out it answers `samples` times
+    more, at temperature SAMPLED.
     """
 
     model: str
     output: pathlib.Path
     text: pathlib.Path | None = None
     prompts: pathlib.Path | None = None
+    invented: int = 0
     artifact: pathlib.Path | None = None
     answer_tokens: int = 64
     samples: int = 0
@@ -125,14 +130,17 @@ def make_rows(options: Source, checkpoint: Checkpoint, report: Reporter) -> Rows
     """UserError when there is no such text, or too little of it."""
     if not 2 <= options.length <= checkpoint.config.max_positions:
         raise UserError(f"--length {options.length} is not between 2 and {checkpoint.config.max_positions}")
-    if (options.text is None) == (options.prompts is None):
-        raise UserError("say what to train on: either --text FILE or --prompts FILE")
+    if options.invented < 0:
+        raise UserError(f"--invented {options.invented} is less than 0")
+    asked = options.prompts is not None or options.invented > 0
+    if (options.text is None) != asked:
+        raise UserError("say what to train on: either --text FILE, or --prompts FILE, --invented N or both")
     if options.text is not None and options.artifact is not None:
-        raise UserError("--artifact answers --prompts; with --text leave it out")
+        raise UserError("--artifact answers prompts; with --text leave it out")
     if options.answer_tokens < 1:
         raise UserError(f"--answer-tokens {options.answer_tokens} is less than 1")
-    if options.samples < 0 or (options.samples and options.prompts is None):
-        raise UserError(f"--samples {options.samples}: give the number of further answers to each of --prompts")
+    if options.samples < 0 or (options.samples and not asked):
+        raise UserError(f"--samples {options.samples}: give the number of further answers to each prompt")
     tokenizer = open_tokenizer(checkpoint)
     if options.text is not None:
         rows = text_rows(tokenizer, checkpoint.config.vocab, read_text(options.text), options.length)
@@ -153,9 +161,9 @@ def text_rows(tokenizer: Tokenizer, vocab: int, text: str, length: int) -> Rows:
 
 def _answer_rows(options: Source, tokenizer: Tokenizer, report: Reporter) -> Rows:
     """The target's answers to the prompts, made by its engine."""
-    if options.prompts is None or options.artifact is None:
-        raise UserError("--prompts needs --artifact DIR, the compiled target, which answers them")
-    questions = read_questions(options.prompts, 1, "--prompts")
+    if options.artifact is None:
+        raise UserError("prompts need --artifact DIR, the compiled target, which answers them")
+    questions = read_questions(options.prompts, 1, "--prompts") if options.prompts is not None else []
     session = Session(options.artifact, LowerLimits(), report.note)
     check_same_tokens(f"--artifact {options.artifact}", session.tokenizer, tokenizer)
     longest = session.limits.max_model_len - options.answer_tokens
@@ -164,17 +172,13 @@ def _answer_rows(options: Source, tokenizer: Tokenizer, report: Reporter) -> Row
         raise UserError(
             f"--answer-tokens {options.answer_tokens} is not between 1 and {most}, what {options.artifact} has room for"
         )
-    prompts = [prompt_ids(session.tokenizer, turn, longest) for _, turn in questions]
-    kinds = [kind for kind, _ in questions]
-    greedy = SamplingParams(max_tokens=options.answer_tokens, temperature=0.0)
-    asked = [Asked(prompt, kind, greedy) for prompt, kind in zip(prompts, kinds, strict=True)]
-    learned = [each for each, held in zip(asked, held_out(kinds), strict=True) if not held]
-    for seed in range(options.samples):
-        params = dataclasses.replace(greedy, temperature=SAMPLED, seed=seed)
-        asked += [each._replace(params=params) for each in learned]
-    with session.running() as engine, report.stage("answers", str(options.artifact), len(asked)) as stage:
-        answers = asyncio.run(_answers(engine, asked, stage.advance))
-        stage.done(f"{sum(map(len, answers))} tokens in {len(asked)} answers to {len(prompts)} prompts")
+    with session.running() as engine:
+        if options.invented:
+            questions += _invented(options.invented, engine, session, report)
+        asked = _asked(questions, options, session.tokenizer, longest)
+        with report.stage("answers", str(options.artifact), len(asked)) as stage:
+            answers = asyncio.run(_answers(engine, asked, stage.advance))
+            stage.done(f"{sum(map(len, answers))} tokens in {len(asked)} answers to {len(questions)} prompts")
     session.runner.close()
     rows = answer_rows(
         [each.prompt for each in asked],
@@ -183,7 +187,33 @@ def _answer_rows(options: Source, tokenizer: Tokenizer, report: Reporter) -> Row
         options.length,
         options.answer_tokens,
     )
-    return dataclasses.replace(rows, samples=len(asked) - len(prompts))
+    return dataclasses.replace(rows, samples=len(asked) - len(questions))
+
+
+def _invented(count: int, engine: Engine, session: Session, report: Reporter) -> list[tuple[str, str]]:
+    """What the target says a user says, each once, as questions; fewer than `count` where it repeats itself."""
+    start, room = before_turn(session.tokenizer), session.limits.max_model_len
+    tokens = min(_PROMPT_TOKENS, room - len(start))
+    if tokens < 1:
+        raise UserError(f"--invented: the chat template fills the {room} tokens that the artifact has room for")
+    asked = [Asked(start, INVENTED, SamplingParams(max_tokens=tokens, seed=seed)) for seed in range(count)]
+    with report.stage("prompts", "invented", count) as stage:
+        texts = [session.tokenizer.decode(ids).strip() for ids in asyncio.run(_answers(engine, asked, stage.advance))]
+        found = list(dict.fromkeys(text for text in texts if text))
+        stage.done(f"{len(found)} different ones")
+    return [(INVENTED, text) for text in found]
+
+
+def _asked(questions: Sequence[tuple[str, str]], options: Source, tokenizer: Tokenizer, longest: int) -> list["Asked"]:
+    """Each question once, greedily, then those that are not held out `options.samples` times, sampled."""
+    kinds = [kind for kind, _ in questions]
+    greedy = SamplingParams(max_tokens=options.answer_tokens, temperature=0.0)
+    asked = [Asked(prompt_ids(tokenizer, turn, longest), kind, greedy) for kind, turn in questions]
+    learned = [each for each, held in zip(asked, held_out(kinds), strict=True) if not held]
+    for seed in range(options.samples):
+        params = dataclasses.replace(greedy, temperature=SAMPLED, seed=seed)
+        asked += [each._replace(params=params) for each in learned]
+    return asked
 
 
 class Asked(NamedTuple):

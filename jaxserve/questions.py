@@ -43,3 +43,15 @@ def prompt_ids(tokenizer: Tokenizer, turn: str, most: int) -> tuple[int, ...]:
         return tuple(tokenizer.encode_prompt(turn)[-most:])
     text = tokenizer.chat_template.render([{"role": "user", "content": turn}], add_generation_prompt=True)
     return tuple(tokenizer.encode(text, special=True)[-most:])
+
+
+def before_turn(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What the model's chat template puts before a user's turn. UserError when it has none."""
+    if tokenizer.chat_template is None:
+        raise UserError("the model has no chat template, so it cannot be asked what a user would say")
+    mark = "user-turn"
+    text, found, _ = tokenizer.chat_template.render([{"role": "user", "content": mark}]).partition(mark)
+    ids = tokenizer.encode(text, special=True)
+    if not (found and ids):
+        raise UserError("the model's chat template does not say where a user's turn begins")
+    return tuple(ids)

@@ -100,8 +100,10 @@ def test_a_time_limit_ends_training(tmp_path, stories_model, text):
         (dict(batch=0), "--batch 0 is less than 1"),
         (dict(length=1), "--length 1 is not between 2 and 512"),
         (dict(length=512), "there is too little to train on: 1 sequences of 512 tokens"),
-        (dict(text=None), "either --text FILE or --prompts FILE"),
-        (dict(text=None, prompts=pathlib.Path("p.jsonl")), "--prompts needs --artifact DIR"),
+        (dict(text=None), "either --text FILE, or --prompts FILE, --invented N or both"),
+        (dict(invented=3), "either --text FILE, or"),
+        (dict(invented=-1), "--invented -1 is less than 0"),
+        (dict(text=None, prompts=pathlib.Path("p.jsonl")), "prompts need --artifact DIR"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path, stories_model, text, changes, message):
@@ -207,7 +209,7 @@ def test_what_counting_does_not_take_is_refused_and_not_ignored(tmp_path, storie
     command = ["distill", str(stories_model), "-o", str(tmp_path / "a"), "--ngrams", "--text", str(text)]
     for flags, words in (
         (["--length", "5", "--save-every", "9"], "--ngrams trains nothing: leave out --length, --save-every"),
-        (["--artifact", str(tmp_path)], "--artifact answers --prompts; with --text leave it out"),
+        (["--artifact", str(tmp_path)], "--artifact answers prompts; with --text leave it out"),
         (["--answer-tokens", "-50"], "--answer-tokens -50 is less than 1"),
     ):
         assert main([*command, *flags]) == 2 and words in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,3 +210,27 @@ def test_further_answers_are_to_prompts_that_are_learned_from(
     assert rows.early()[:6].any(axis=1).all() and not rows.early()[6:].any(), "each prompt counts once"
     rows.save(tmp_path / "rows.npz")
     assert Rows.load(tmp_path / "rows.npz").samples == 8
+
+
+def test_the_target_makes_up_prompts_and_answers_them(
+    stories_model: pathlib.Path, session: Session, tmp_path: pathlib.Path
+):
+    source = Source(
+        model=str(stories_model), output=tmp_path / "out", invented=9, artifact=session.folder, answer_tokens=20,
+        length=200,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="no chat template"):
+        make_rows(source, resolve(source.model), Reporter(quiet=True))
+    source = dataclasses.replace(source, artifact=tmp_path / "artifact")
+    shutil.copytree(session.folder, tmp_path / "artifact")
+    template = tmp_path / "artifact" / "tokenizer" / "chat_template.jinja"
+    template.write_text("{{ bos_token }}Ask: {% for each in messages %}{{ each.content }}\nTell: {% endfor %}")
+    rows = make_rows(source, resolve(source.model), Reporter(quiet=True))
+    texts = [
+        session.tokenizer.decode(ids[: flags.argmax() + 1]) for ids, flags in zip(rows.ids, rows.wanted, strict=True)
+    ]
+    assert rows.kinds == ("invented",) * 9 and len(set(texts)) == 9 and rows.held_out().sum() == 2
+    assert all(text.startswith("Ask: ") and text.endswith("Tell:") and len(text) > 20 for text in texts)
+    template.write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
+    with pytest.raises(UserError, match="does not say where a user's turn begins"):
+        make_rows(source, resolve(source.model), Reporter(quiet=True))

@@ -87,6 +87,11 @@ class Plan:
             return None
         return rewrite_head(self.head, rows, self.limits.vocab_size, self.activations, self.target.platform)
 
+    def heads(self, bucket: Bucket) -> dict[int, Graph]:
+        """Its graphs after its passes, by their rows, as steps of the bucket need them; none without a head."""
+        found = {rows: self.head_passes(rows) for rows in bucket.look_ahead_rows}
+        return {rows: made.graph for rows, made in found.items() if made}
+
     def context(self, bucket: Bucket) -> Context:
         geometry = KvGeometry(self.limits.num_pages, self.limits.pages_per_seq, bucket.seqs)
         return Context(geometry, loops=self.target.platform == "cpu")

@@ -45,12 +45,11 @@ def build_programs(
         caches: dict[str, jax.ShapeDtypeStruct] = {}
         for bucket in buckets:
             graph = run_pipeline(plan.graph(bucket), plan.passes, plan.context(bucket)).graph
-            head = plan.head_passes(bucket.logit_rows)
-            graphs = (graph, head.graph) if head else (graph,)
-            _same_params(graphs, params)
+            heads = plan.heads(bucket)
+            _same_params((graph, *heads.values()), params)
             caches = specs_of(graph, "cache")
             program = _bucket_program(plan, bucket)
-            exported = export_bucket(plan, bucket, *graphs)
+            exported = export_bucket(plan, bucket, graph, heads)
             futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage, absent))
         for program, exported in _helper_programs(plan, caches):
             futures.append(pool.submit(_compile_one, plan, program, exported, writer, stage, absent))
@@ -94,12 +93,13 @@ def _bucket_program(plan: Plan, bucket: Bucket) -> Program:
     )
 
 
-def export_bucket(plan: Plan, bucket: Bucket, graph: Graph, head: Graph | None = None) -> bytes:
-    """StableHLO of the step around a rewritten graph, and around its look-ahead head's."""
-    foresee = head_function(head) if head else None
-    step = steps.step_function(graph_forward(graph, loops=plan.loops), bucket, plan.limits, foresee)
+def export_bucket(plan: Plan, bucket: Bucket, graph: Graph, heads: Mapping[int, Graph] | None = None) -> bytes:
+    """StableHLO of the step around a rewritten graph, and around those of its look-ahead head by their rows."""
+    heads = heads or {}
+    functions = {rows: head_function(head) for rows, head in heads.items()}
+    step = steps.step_function(graph_forward(graph, loops=plan.loops), bucket, plan.limits, functions)
     specs = (
-        specs_of(graph, "param") | (specs_of(head, "param") if head else {}),
+        dict(_param_specs((graph, *heads.values()))),
         specs_of(graph, "cache"),
         slot_state.state_specs(plan.limits),
         steps.InputLayout.of(bucket, plan.limits).spec,
@@ -149,10 +149,13 @@ def _compile_one(
     return dataclasses.replace(program, executables=(CachedExecutable(key=key, file=file),))
 
 
+def _param_specs(graphs: Sequence[Graph]) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+    return itertools.chain(*(specs_of(graph, "param").items() for graph in graphs))
+
+
 def _same_params(graphs: Sequence[Graph], params: Sequence[ArraySpec]) -> None:
-    specs = itertools.chain(*(specs_of(graph, "param").items() for graph in graphs))
-    found = {path: (spec.shape, spec.dtype.name) for path, spec in specs}
-    if found != {spec.name: (spec.shape, spec.dtype) for spec in params}:
+    found = {(path, spec.shape, spec.dtype.name) for path, spec in _param_specs(graphs)}
+    if found != {(spec.name, spec.shape, spec.dtype) for spec in params}:
         raise AssertionError("passes gave two buckets different parameters: none may depend on the bucket")
 
 

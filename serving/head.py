@@ -3,24 +3,25 @@
 import collections
 
 from jaxserve.serving.ngram import NgramProposer
-from jaxserve.serving.ngram_table import Next
+from jaxserve.serving.ngram_table import Next, Oracle
 from jaxserve.serving.request import Sequence
 from jaxserve.serving.speculation import Rate
 
 _START = 0.4  # how often a head is taken to be right before it was seen
+_HEAD = 0  # the tail of what it says: it looks nothing up
 
 
 class HeadProposer(NgramProposer):
     """Prompt lookup, and where it is likelier the token that the head foresaw when the last token was chosen.
 
     The head gives one token and a probability. How often it is right is learned by that probability, from every token
-    that it foresaw.
+    that it foresaw. Other oracles may be asked beside it.
     """
 
-    def __init__(self):
+    def __init__(self, *others: Oracle):
         self._said = _Said()
         self._right = Rate()
-        super().__init__(self._said)
+        super().__init__(self._said, *others)
 
     @property
     def foresight(self) -> float:
@@ -28,7 +29,7 @@ class HeadProposer(NgramProposer):
 
     def foresee(self, seq: Sequence, place: int, token: int, rate: float) -> None:
         if rate > 0:  # not where the head was not asked, nor where numbers are not finite
-            self._said.by_place[seq][place] = Next(token, rate, 0)
+            self._said.by_place[seq][place] = Next(token, rate, _HEAD)
 
     def forget(self, seq: Sequence) -> None:
         self._said.by_place.pop(seq, None)
@@ -36,7 +37,8 @@ class HeadProposer(NgramProposer):
 
     def _learn_said(self, said: Next, right: bool) -> None:
         super()._learn_said(said, right)
-        self._right.add(right, 1)
+        if said.tail == _HEAD:
+            self._right.add(right, 1)
 
 
 class _Said:

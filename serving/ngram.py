@@ -1,6 +1,7 @@
 """Prompt lookup: what followed the last few tokens when they stood in the sequence before. Plain Python: no jax."""
 
 import collections
+import itertools
 from collections.abc import Mapping
 
 from jaxserve.serving.ngram_table import Next, Oracle
@@ -21,15 +22,15 @@ class NgramProposer(Proposer):
     How likely it is depends on the length of the match, and is learned for each length without a step: every new token
     shows whether the match before it was right.
 
-    With an oracle (a table of n-grams, a look-ahead head), what it says is proposed where its first token is likelier.
-    How right the oracle is is learned the same way, by how sure it is.
+    What an oracle (a table of n-grams, a look-ahead head) says is proposed where its first token is likelier. How right
+    the oracles are is learned the same way, by how sure they are.
     """
 
-    def __init__(self, oracle: Oracle | None = None):
-        self._oracle = oracle
+    def __init__(self, *oracles: Oracle):
+        self._oracles = oracles
         self._indexes: dict[Sequence, _Index] = {}
         self._overall = [Rate() for _ in range(_LONGEST)]  # of all sequences, by length: where each begins
-        self._counted: dict[tuple[int, int], Rate] = collections.defaultdict(Rate)  # of the oracle, by _sureness
+        self._counted: dict[tuple[int, int], Rate] = collections.defaultdict(Rate)  # of the oracles, by _sureness
 
     def rates(self, seq: Sequence) -> list[float]:
         return self._likelier(self._index(seq))[0]
@@ -38,9 +39,9 @@ class NgramProposer(Proposer):
         made = {}
         for seq, count in wanted.items():
             index = self._index(seq)
-            _, by_oracle = self._likelier(index)
-            counted = [said.token for said in index.chain[:count]]
-            made[seq] = counted if by_oracle else index.continuation(seq.tokens, count)
+            _, chain = self._likelier(index)
+            counted = [said.token for said in chain[:count]]
+            made[seq] = counted or index.continuation(seq.tokens, count)
         return made
 
     def seconds(self, count: int) -> float:
@@ -63,29 +64,32 @@ class NgramProposer(Proposer):
         overall = self._overall[length - 1].value(prior=_START[length - 1])
         return index.rates[length - 1].value(prior=overall)
 
-    def _rates_counted(self, index: "_Index") -> list[float]:
-        return [self._counted[_sureness(each)].value(prior=each.rate) for each in index.chain]
-
-    def _likelier(self, index: "_Index") -> tuple[list[float], bool]:
-        """The rates of whichever says the likelier first token, and whether that is the oracle."""
-        found, counted = self._rates_found(index), self._rates_counted(index)
-        return (counted, True) if counted[:1] > found[:1] else (found, False)
+    def _likelier(self, index: "_Index") -> tuple[list[float], list[Next]]:
+        """The rates of whoever says the likelier first token, and what that oracle says; nothing if it is no oracle."""
+        best, by = self._rates_found(index), list[Next]()
+        for chain in index.chains:
+            counted = [self._counted[_sureness(each)].value(prior=each.rate) for each in chain]
+            if counted[:1] > best[:1]:
+                best, by = counted, chain
+        return best, by
 
     def _index(self, seq: Sequence) -> "_Index":
         index = self._indexes.setdefault(seq, _Index())
-        if self._oracle is not None and index.seen < len(seq.tokens):
-            self._count(self._oracle, index, seq)
+        if index.seen < len(seq.tokens):
+            self._count(index, seq)
         for length, right in index.extend(seq.tokens, seq.prompt_len):
             index.rates[length - 1].add(right, 1)
             self._overall[length - 1].add(right, 1)
         return index
 
-    def _count(self, oracle: Oracle, index: "_Index", seq: Sequence) -> None:
-        """Whether the oracle was right about what is new, and what it says comes next."""
-        for place in range(max(index.seen, seq.prompt_len, 1), len(seq.tokens)):
+    def _count(self, index: "_Index", seq: Sequence) -> None:
+        """Whether the oracles were right about what is new, and what they say comes next."""
+        for oracle, place in itertools.product(
+            self._oracles, range(max(index.seen, seq.prompt_len, 1), len(seq.tokens))
+        ):
             if (said := oracle.said(seq, place)) is not None:
                 self._learn_said(said, said.token == seq.tokens[place])
-        index.chain = oracle.following(seq)
+        index.chains = [oracle.following(seq) for oracle in self._oracles]
 
     def _learn_said(self, said: Next, right: bool) -> None:
         self._counted[_sureness(said)].add(right, 1)
@@ -100,11 +104,11 @@ class _Index:
     """Where each tail of a sequence last ended. The next token is foreseen to be the one at place `match`, before which
     the last `length` tokens stand; length 0: no tail is known."""
 
-    __slots__ = ("_after", "chain", "length", "match", "rates", "seen")
+    __slots__ = ("_after", "chains", "length", "match", "rates", "seen")
 
     def __init__(self):
         self.match = self.length = 0
-        self.chain: list[Next] = []  # what the oracle says
+        self.chains: list[list[Next]] = []  # what each oracle says
         self.rates = [Rate() for _ in range(_LONGEST)]
         self._after: dict[tuple[int, ...], int] = {}
         self.seen = 0  # tokens that were taken in

@@ -67,7 +67,8 @@ class StepResult:
     top[i]: up to max_logprobs (id, logprob), best first; None when nobody wants any.
     finite[i]: False when the logits held NaN or an infinity.
     accepted[i]: whether tokens[i] counts: all proposals before it in its row are the tokens that were chosen there.
-    foreseen[i]: what a look-ahead head says comes after tokens[i], and how likely it is; None when it was not asked.
+    foreseen[i]: what a look-ahead head says comes after tokens[i], and how likely it is, if that is the last token of
+    its sequence; (0, 0.0) after others. None when it was not asked.
     """
 
     tokens: list[int]

@@ -167,7 +167,7 @@ class Runner:
             return self._dispatch_score(plan.rows[0], bucket, packed, inputs["targets"])
         inputs["samples"][: len(plan.rows)] = [row.samples for row in plan.rows]
         if self.limits.look_ahead:
-            inputs["look_ahead"][0] = plan.look_ahead
+            inputs["look_ahead"][0] = len(plan.rows) if plan.look_ahead else 0
         wanted = [row.seq.params.logprobs or 0 for row in plan.rows for _ in range(row.samples)]
         return PendingStep(self._run(bucket, packed), len(wanted), wanted if any(wanted) else None)
 

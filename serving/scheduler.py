@@ -326,8 +326,8 @@ class Scheduler:
         if row.samples > 1 and self.speculation:
             self.speculation.learn(seq, row.samples - 1, generated - 1)
         if plan.look_ahead and self.speculation and result.foreseen:
-            for place, i in enumerate(chosen[:generated], len(seq.tokens) + 1):
-                self.speculation.proposer.foresee(seq, place, *result.foreseen[i])
+            said = result.foreseen[chosen[generated - 1]]
+            self.speculation.proposer.foresee(seq, len(seq.tokens) + generated, *said)
         end: tuple[str, int | None] | None = None
         for i in chosen[:generated]:
             if not result.finite[i]:

@@ -24,6 +24,7 @@ from jaxserve.text import Tokenizer, load_tokenizer
 
 DRAFT = "draft"  # also the folder of an artifact that may hold one of a draft for it
 HEAD = "head"
+_HEAD_AND = f"{HEAD}+"  # before the folder of a table of n-grams
 SPECULATE = ("off", "ngram", HEAD, DRAFT)
 
 
@@ -62,18 +63,20 @@ class Session:
         )
 
     def speculation(self, proposer: str) -> Speculation | None:
-        """For `engine`, with the proposer that --speculate names: one of SPECULATE, or the folder of a draft."""
+        """For `engine`, with the proposer that --speculate names: one of SPECULATE, the folder of a draft, or
+        head+FOLDER: the head and a table of n-grams."""
         if proposer == "off":
             return None
         if proposer == "ngram":
             return Speculation(NgramProposer(), self.limits.row_sizes)
-        if proposer == HEAD:
+        if proposer == HEAD or proposer.startswith(_HEAD_AND):
             if not self.limits.look_ahead:
                 raise UserError(
-                    f"--speculate head: {self.folder} was compiled without a look-ahead head; make one with `jaxserve "
-                    f"distill MODEL --head -o HEAD` and compile the model with `--look-ahead HEAD`"
+                    f"--speculate {proposer}: {self.folder} was compiled without a look-ahead head; make one with "
+                    f"`jaxserve distill MODEL --head -o HEAD` and compile the model with `--look-ahead HEAD`"
                 )
-            return Speculation(HeadProposer(), self.limits.row_sizes)
+            tables = [self._table(pathlib.Path(proposer.removeprefix(_HEAD_AND)))] if proposer != HEAD else []
+            return Speculation(HeadProposer(*tables), self.limits.row_sizes)
         folder, advice = pathlib.Path(proposer), f"allowed are {', '.join(SPECULATE)}, or the folder of a draft"
         if proposer == DRAFT:
             folder = self.folder / DRAFT
@@ -81,13 +84,15 @@ class Session:
             advice = f"{self.folder} holds none; make one, such as with {how}"
         if not folder.is_dir():
             raise UserError(f"--speculate {proposer}: {advice}")
-        made = self._ngrams(folder) if (folder / NGRAMS).exists() else self._draft(folder)
+        made = NgramProposer(self._table(folder)) if (folder / NGRAMS).exists() else self._draft(folder)
         return Speculation(made, self.limits.row_sizes)
 
-    def _ngrams(self, folder: pathlib.Path) -> NgramProposer:
-        """Prompt lookup with the table in `folder`; UserError when its tokens are not the target's."""
+    def _table(self, folder: pathlib.Path) -> NgramTable:
+        """The table of n-grams in `folder`; UserError when there is none, or its tokens are not the target's."""
+        if not (folder / NGRAMS).exists():
+            raise UserError(f"--speculate: {folder} holds no {NGRAMS}; `jaxserve distill MODEL --ngrams` makes one")
         check_same_tokens(f"--speculate {folder}", load_tokenizer(folder), self.tokenizer)
-        return NgramProposer(NgramTable.load(folder / NGRAMS, self.limits.vocab_size))
+        return NgramTable.load(folder / NGRAMS, self.limits.vocab_size)
 
     def _draft(self, folder: pathlib.Path) -> DraftProposer:
         """The artifact in `folder` as a draft; UserError when its tokens are not the target's."""

@@ -6,7 +6,7 @@ can be dispatched before the tokens of the one before it are known.
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from jaxserve.serving.verify import accept, count_accepted, earlier_proposals, l
 Arrays = dict[str, Array]
 Forward = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
 LookAhead = Callable[[Arrays, Array, Array], tuple[Array, Array]]
+Heads = Mapping[int, LookAhead]  # by the number of rows that they are made for
 Step = Callable[[Arrays, Arrays, State, Array], tuple[Arrays, State, Arrays]]
 
 COPY_PAGES = 8  # page copies in one call of the copy program
@@ -61,6 +62,11 @@ class Bucket:
         """R: rows of logits that forward must return."""
         return self.tokens if self.kind == "score" else self.seqs
 
+    @property
+    def look_ahead_rows(self) -> tuple[int, ...]:
+        """What a look-ahead head must be made for: a lone sequence should not pay for those that are not there."""
+        return tuple(sorted({1, self.seqs}))
+
     def fits(self, kind: str, tokens: int, seqs: int, samples: int) -> bool:
         """Whether a plan of `seqs` rows and `tokens` tokens, which chooses `samples` tokens, can run in this bucket."""
         return kind == self.kind and tokens <= self.tokens and max(seqs, samples) <= self.seqs
@@ -92,8 +98,8 @@ def input_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStruc
     slot. slots [S]: unused rows come
     last and point at the scratch slot max_num_seqs. query_counts [S]: tokens of each row. block_tables [S, P]. Step
     buckets: samples [S]: at how many of the row's last positions a next token is to be chosen, at most R in all; the
-    tokens there are proposals but for the first of them; with limits.look_ahead also look_ahead [1], not 0 where the
-    head is to run. Score buckets: targets [T].
+    tokens there are proposals but for the first of them; with limits.look_ahead also look_ahead [1], after how
+    many of the first rows the head is to run. Score buckets: targets [T].
     """
     shapes = {
         "tokens": (bucket.tokens,),
@@ -148,12 +154,14 @@ def forward_specs(bucket: Bucket, limits: Limits) -> dict[str, jax.ShapeDtypeStr
     return {name: jax.ShapeDtypeStruct(shapes[name], np.int32) for name in FORWARD_ARGS}
 
 
-def step_function(forward: Forward, bucket: Bucket, limits: Limits, look_ahead: LookAhead | None = None) -> Step:
+def step_function(forward: Forward, bucket: Bucket, limits: Limits, heads: Heads | None = None) -> Step:
     """step(params, caches, state, packed) -> (caches, state, outputs); jit it with caches and state donated.
 
     forward(params, caches, args) -> (caches, outputs), with args as in forward_specs; of the outputs `logits` are
-    [R, padded vocab] float32, and `hidden` [R, D] is what they are made of, where limits.look_ahead promises a
-    look_ahead(params, hidden, tokens [R]) -> (token [R] int32, rate [R] float32): the one after each and how likely.
+    [R, padded vocab] float32, and `hidden` [R, D] is what they are made of, where limits.look_ahead promises
+    `heads`, which are asked what comes after the last token of each sequence. The one of n rows is
+    (params, hidden [n, D], tokens [n]) -> (token [n] int32, rate [n] float32), the one after each and how likely; n is
+    each of bucket.look_ahead_rows.
     packed: the inputs, as InputLayout unpacks them.
     outputs: the samples of the R rows, or the scores of the T targets, as pack_outputs packs them.
     """
@@ -170,23 +178,25 @@ def step_function(forward: Forward, bucket: Bucket, limits: Limits, look_ahead: 
             scores = _scores(logits[:, : limits.vocab_size], inputs["targets"], limits)
             return caches, state, pack_outputs(scores, jnp.ones_like(scores.finite))
         chosen = _choose(logits, inputs, args, state, limits)
-        foreseen = None
-        if look_ahead is not None:
-            foreseen = _foresee(look_ahead, params, results["hidden"], chosen.samples.tokens, inputs["look_ahead"][0])
-        state = _next_state(state, inputs, chosen, foreseen)
-        return caches, state, pack_outputs(chosen.samples, chosen.accepted, foreseen)
+        if not heads:
+            return caches, _next_state(state, inputs, chosen), pack_outputs(chosen.samples, chosen.accepted)
+        foreseen = _foresee(heads, params, results["hidden"], chosen, inputs["look_ahead"][0])
+        state = _next_state(state, inputs, chosen, foreseen[0])
+        rows = [_at_rows(values, chosen) for values in foreseen]
+        return caches, state, pack_outputs(chosen.samples, chosen.accepted, rows)
 
     return step
 
 
 class _Chosen(NamedTuple):
-    """The samples of the R rows, which of them are accepted, the slots of the rows, and how many tokens each sequence
-    generated."""
+    """The samples of the R rows, which of them are accepted, and the slots of the rows; of each of S sequences how many
+    tokens it generated, and the row of the last, anything if there is none."""
 
     samples: Samples
     accepted: Array
     slots: Array
     generated: Array
+    newest: Array
 
 
 def _choose(logits: Array, inputs: Arrays, args: Arrays, state: State, limits: Limits) -> _Chosen:
@@ -198,39 +208,55 @@ def _choose(logits: Array, inputs: Arrays, args: Arrays, state: State, limits: L
     earlier = earlier_proposals(proposed, rows)
     samples = sample(logits, state, row_slots, positions, rows.used, limits, earlier)
     accepted = accept(samples.tokens, proposed, rows)
-    return _Chosen(samples, accepted, row_slots, count_accepted(accepted, rows, slots.shape[0]))
+    generated = count_accepted(accepted, rows, slots.shape[0])
+    return _Chosen(samples, accepted, row_slots, generated, jnp.cumsum(wanted) - wanted + generated - 1)
 
 
-def _next_state(state: State, inputs: Arrays, chosen: _Chosen, foreseen: tuple[Array, Array] | None) -> State:
-    """The state after the accepted ones of the samples."""
-    slots, wanted, tokens = inputs["slots"], inputs["samples"], chosen.samples.tokens
-    newest = jnp.cumsum(wanted) - wanted + chosen.generated - 1  # the row of each sequence's last token
+def _next_state(state: State, inputs: Arrays, chosen: _Chosen, foreseen: Array | None = None) -> State:
+    """The state after the accepted ones of the samples, and with what is foreseen after each sequence's last [S]."""
+    slots, tokens = inputs["slots"], chosen.samples.tokens
 
-    def newest_of(values: Array, name: str) -> Array:
+    def updated(name: str, values: Array) -> Array:
         # Rows that do not sample write back what is there: all padding rows share the scratch slot.
         kept = jnp.take(state[name], slots, mode="clip")
-        return state[name].at[slots].set(jnp.where(chosen.generated > 0, jnp.take(values, newest, mode="clip"), kept))
+        return state[name].at[slots].set(jnp.where(chosen.generated > 0, values, kept))
 
-    after = {"foreseen": newest_of(foreseen[0], "foreseen")} if foreseen else {}
+    after = {} if foreseen is None else {"foreseen": updated("foreseen", foreseen)}
     return (
         state
         | after
         | {
             # What rejected proposals wrote to the cache lies past the length, and is written over.
-            "length": state["length"].at[slots].add(inputs["query_counts"] - wanted + chosen.generated),
-            "last_token": newest_of(tokens, "last_token"),
+            "length": state["length"].at[slots].add(inputs["query_counts"] - inputs["samples"] + chosen.generated),
+            "last_token": updated("last_token", jnp.take(tokens, chosen.newest, mode="clip")),
             "counts": state["counts"].at[chosen.slots, tokens].add(chosen.accepted.astype(jnp.int32)),
         }
     )
 
 
-def _foresee(look_ahead: LookAhead, params: Arrays, hidden: Array, tokens: Array, wanted: Array) -> tuple[Array, Array]:
-    """What the head says comes after `tokens`, and how likely it is; a rate of 0 where it is not wanted."""
-    nothing = (jnp.zeros_like(tokens), jnp.zeros(tokens.shape, jnp.float32))
-    return jax.lax.cond(wanted != 0, lambda: look_ahead(params, hidden, tokens), lambda: nothing)
+def _foresee(heads: Heads, params: Arrays, hidden: Array, chosen: _Chosen, wanted: Array) -> tuple[Array, Array]:
+    """What the head says comes after the last token of each of S sequences, and how likely it is. A rate of 0: it was
+    not asked, which it is for the first `wanted` at least."""
+    seqs = chosen.newest.shape[0]
+
+    def asked(count: int) -> tuple[Array, Array]:
+        newest = chosen.newest[:count]
+        inputs = (jnp.take(values, newest, axis=0, mode="clip") for values in (hidden, chosen.samples.tokens))
+        token, rate = heads[count](params, *inputs) if count else (jnp.zeros(0, jnp.int32), jnp.zeros(0))
+        return jnp.pad(token, (0, seqs - count)), jnp.pad(rate, (0, seqs - count))
+
+    counts = (0, *sorted(heads))
+    return jax.lax.switch(jnp.sum(wanted > jnp.array(counts[:-1])), [partial(asked, count) for count in counts])
 
 
-def pack_outputs(samples: Samples, accepted: Array, foreseen: tuple[Array, Array] | None = None) -> Arrays:
+def _at_rows(values: Array, chosen: _Chosen) -> Array:
+    """Those of S sequences at the rows of their last tokens, 0 at the others: [R]."""
+    rows = chosen.samples.tokens.shape[0]
+    places = jnp.where(chosen.generated > 0, chosen.newest, rows)
+    return jnp.zeros(rows, values.dtype).at[places].set(values, mode="drop")
+
+
+def pack_outputs(samples: Samples, accepted: Array, foreseen: Sequence[Array] = ()) -> Arrays:
     """The samples of n rows in two int32 arrays, since reading back costs by the array: `rows` [3, n] holds tokens, the
     bits of logprob, and finite + 2 accepted, and with what is foreseen [5, n] its tokens and the bits of their rates;
     `top` [2, n, top] holds top_ids and the bits of top_logprobs."""

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-tokens", type=int, default=0, help="use less KV cache than compiled for")
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt whole")
     parser.add_argument(
-        "--speculate", default="off", metavar="ngram|head|draft|DIR|off",
+        "--speculate", default="off", metavar="ngram|head|head+DIR|draft|DIR|off",
         help="check several tokens a step, which changes no answer: ngram proposes what followed the last tokens "
         "before, head also what the head of `compile --look-ahead` foresees, draft runs the draft model in the "
         "artifact's own folder draft, DIR that of another artifact, or adds a table of n-grams to ngram "

@@ -8,11 +8,14 @@ import pytest
 from jaxserve.cli import main
 from jaxserve.compile import compile_model
 from jaxserve.distill import HeadOptions, distill
+from jaxserve.distill_rows import Source
 from jaxserve.errors import UserError
 from jaxserve.models.look_ahead import LOOK_AHEAD
+from jaxserve.ngram_draft import count_ngrams
 from jaxserve.pallas_kernels._native import is_available
 from jaxserve.plan import CompileOptions
 from jaxserve.reporting import Reporter
+from jaxserve.serving.head import HeadProposer
 from jaxserve.serving.session import Session
 from tests.distill_support import write_stories
 from tests.e2e.support import compile_artifact, load
@@ -61,6 +64,21 @@ def test_costs_as_measured_change_nothing_either(session: Session, story: list[i
     asked = requests(story)[::2]
     plain, speculation = answers(session, asked, None), session.speculation("head")
     assert [ids for ids, *_ in answers(session, asked, speculation)] == [ids for ids, *_ in plain]
+
+
+def test_a_table_beside_the_head_changes_nothing_either(
+    session: Session, stories_model: pathlib.Path, story: list[int], tmp_path: pathlib.Path
+):
+    source = Source(model=str(stories_model), output=tmp_path / "table", text=write_stories(tmp_path / "text.txt"))
+    count_ngrams(source, Reporter(quiet=True))
+    asked, speculation = requests(story)[::2], spendthrift(session, f"head+{source.output}")
+    plain = answers(session, asked, None)
+    assert [ids for ids, *_ in answers(session, asked, speculation)] == [ids for ids, *_ in plain]
+    assert isinstance(speculation.proposer, HeadProposer)
+    assert any(tail for tail, _ in speculation.proposer._counted), "the table was asked, too"
+    assert speculation.proposer.foresight > 0.1
+    with pytest.raises(UserError, match=r"holds no ngrams.npz; `jaxserve distill MODEL --ngrams` makes one"):
+        session.speculation(f"head+{tmp_path}")
 
 
 def test_the_commands_say_that_there_is_a_head(session: Session, capsys: pytest.CaptureFixture[str]):

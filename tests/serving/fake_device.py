@@ -143,7 +143,7 @@ class FakeRunner:
         """Appends a row's samples. Its slot goes on from the first of them that is not the proposal after it."""
         seq, end = row.seq, self.length[row.slot] + row.count
         self.length[row.slot] = end - row.samples
-        going_on = True
+        going_on, newest = True, 0
         for length in range(end - row.samples + 1, end + 1):
             prefix = self._prefix(row.slot, length)
             banned = seq.stop_ids if len(prefix) - seq.prompt_len < seq.params.min_tokens else frozenset()
@@ -155,13 +155,20 @@ class FakeRunner:
             result.finite.append(prefix[-1] not in self.not_finite)
             result.accepted.append(going_on)
             if result.foreseen is not None:
-                assert self.foresees is not None, "a head is asked for that there is not"
-                after = next_token((*prefix, token), seq.seed, self.limits)
-                result.foreseen.append((after if self.foresees() else (after + 1) % self.limits.vocab_size, 0.7))
+                result.foreseen.append((0, 0.0))
             if going_on:
                 self.length[row.slot], self.last_token[row.slot] = length, token
-                self.foreseen[row.slot] = result.foreseen[-1][0] if result.foreseen else UNWRITTEN
+                newest = len(result.tokens) - 1
                 going_on = length < end and self._prefix(row.slot, length + 1)[-1] == token
+        if not row.samples:
+            return
+        self.foreseen[row.slot] = UNWRITTEN
+        if result.foreseen is not None:
+            assert self.foresees is not None, "a head is asked for that there is not"
+            prefix = (*self._prefix(row.slot, self.length[row.slot]), self.last_token[row.slot])
+            after = next_token(prefix, seq.seed, self.limits)
+            result.foreseen[newest] = (after if self.foresees() else (after + 1) % self.limits.vocab_size, 0.7)
+            self.foreseen[row.slot] = result.foreseen[newest][0]
 
     def _scores(self, plan: StepPlan) -> StepResult:
         [row] = plan.rows

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.serving.head import HeadProposer
+from jaxserve.serving.ngram_table import NgramTable
 from jaxserve.serving.plan import Row, StepResult
 from jaxserve.serving.speculation import Speculation
 from jaxserve.serving.step import Bucket, InputLayout, step_function, unpack_rows
@@ -36,11 +38,12 @@ def compiled():
         caches, outputs = toy.toy_forward(params, caches, args)
         return caches, outputs | {"hidden": outputs["logits"][:, :3]}
 
-    def head(params, hidden, tokens):
-        return tokens * 2 + params["offset"].astype(jnp.int32), 0.25 + 0 * hidden[:, 0] * params["offset"]
+    def head(rate, params, hidden, tokens):
+        return tokens * 2 + params["offset"].astype(jnp.int32), rate + 0 * hidden[:, 0] * params["offset"]
 
+    heads = {1: partial(head, 0.75), 4: partial(head, 0.25)}
     specs = (toy.PARAMS, toy.cache_specs(limits), toy.st.state_specs(limits), InputLayout.of(BUCKET, limits).spec)
-    step = step_function(forward, BUCKET, limits, head)
+    step = step_function(forward, BUCKET, limits, heads)
     program = jax.jit(step, donate_argnums=(1, 2)).lower(*specs).compile()
     return limits, program, toy.compile_others(limits)
 
@@ -61,6 +64,20 @@ def test_a_step_foresees_only_when_asked(compiled):
     assert results[0].foreseen == [(2 * token, 0.25) for token in results[0].tokens]
     assert results[1].foreseen == [(0, 0.0)] * 3
     assert runner.compilations == 0
+    runner.close()
+
+
+def test_a_lone_sequence_asks_the_head_of_one_row_about_its_last_token(compiled):
+    limits, program, others = compiled
+    runner = toy.make_runner({BUCKET: program}, others, limits)
+    seq, (first, second, *_) = toy.make_sequence("a", [3, 7], 0, range(3)), toy.generate([3, 7], 3)
+    wrong = (second + 1) % toy.VOCAB
+    runner.admit(seq)
+    plan = toy.step(Row(seq, 0, 0, 4, (3, 7, first, wrong), 3, 0))
+    plan.look_ahead = True
+    result = runner.dispatch(plan).result()
+    assert result.accepted == [True, True, False] and result.tokens[:2] == [first, second]
+    assert result.foreseen == [(0, 0.0), (2 * second, 0.75), (0, 0.0)]
     runner.close()
 
 
@@ -149,6 +166,19 @@ def test_the_likelier_of_head_and_lookup_is_proposed():
         proposer, seq = HeadProposer(), sequence([1, 2, 3, 4, 5, 6, 1, 2, 3], 9)
         proposer.foresee(seq, 9, 8, rate)
         assert proposer.propose({seq: 2})[seq] == proposed
+
+
+def test_a_table_is_asked_beside_the_head():
+    table = NgramTable({(3,): (7, 0.5), (7,): (5, 0.9)})
+    for rate, proposed, asked in ((0.2, [7, 5], 0.5), (0.9, [8], 0.9)):
+        proposer, seq = HeadProposer(table), sequence([1, 2, 3], 3)
+        proposer.foresee(seq, 3, 8, rate)
+        assert proposer.propose({seq: 2})[seq] == proposed
+        assert proposer.rates(seq)[0] == pytest.approx(asked)
+        before = proposer.foresight
+        seq.tokens.append(7)
+        proposer.rates(seq)
+        assert proposer.foresight < before, "the table was right, and the head was not"
 
 
 def test_what_a_step_in_flight_foresees_is_checked_without_waiting_for_it():

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculate", default="off", metavar="ngram|head|head+DIR|draft|DIR|off",
         help="check several tokens a step, which changes no answer: ngram proposes what followed the last tokens "
         "before, head also what the head of `compile --look-ahead` foresees, draft runs the draft model in the "
-        "artifact's own folder draft, DIR that of another artifact, or adds a table of n-grams to ngram "
-        "(default off)",
+        "artifact's own folder draft, DIR that of another artifact, or adds a table of n-grams to ngram, as head+DIR "
+        "does to head (default off)",
     )  # fmt: skip
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds that SIGTERM lets requests finish")
 

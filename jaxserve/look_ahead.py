@@ -26,10 +26,11 @@ from jaxserve.serving.session import check_same_tokens
 from jaxserve.text import Tokenizer, load_tokenizer
 
 PREFIX = "look_ahead/"  # of the head's parameters among the artifact's
-# 8-bit rows: a head is read once for each token that it names, so its bytes are its cost.
+# A head is read once for each token that it names, so its bytes are its cost: 4 bits, or 8 where no groups fit.
+_GROUP = 64
 _PASSES = (
     "canonicalize,lower-dense-matmul,fuse-gate-up,"
-    "quantize-matmul{{rules='.*=w8a16'}},{narrow}choose-layout,fuse-epilogue"
+    "quantize-matmul{{rules='.*={scheme}'}},{narrow}choose-layout,fuse-epilogue"
 )
 
 
@@ -65,7 +66,8 @@ def rewrite_head(head: Head, count: int, vocab: int, activations: str, platform:
         return {"token": rows(values[f"{PREFIX}tokens"], place), "rate": rate}
 
     narrow = "narrow-matmul," if activations == "bf16" else ""
-    passes = for_platform(parse_spec(_PASSES.format(narrow=narrow)), platform)
+    scheme = "w8a16" if module.width % _GROUP or module.mlp % _GROUP else f"w4a16:g{_GROUP}"
+    passes = for_platform(parse_spec(_PASSES.format(scheme=scheme, narrow=narrow)), platform)
     return run_pipeline(trace_graph(foresee, inputs), passes, Context())
 
 

@@ -26,15 +26,29 @@ VOCAB = 300
 def random_head(known=64, width=128, mlp=64, vocab=VOCAB, seed=0):
     rng = np.random.default_rng(seed)
     shapes = {path: spec.shape for path, spec in param_specs(LookAhead(known, width, mlp)).items()}
-    params = {path: (0.2 * rng.normal(size=shape)).astype(np.float32) for path, shape in shapes.items()}
+    params = {path: _weights(rng, path, shape) for path, shape in shapes.items()}
     return Head(params, np.sort(rng.choice(vocab, known, replace=False)).astype(np.int32))
+
+
+def _weights(rng, path, shape):
+    """Of 16 values, so that 4 bits hold them: the least and the greatest are in each group of 64 inputs."""
+    if len(shape) == 1:
+        return (0.2 * rng.normal(size=shape)).astype(np.float32)
+    codes = rng.integers(0, 16, shape)
+    inputs = codes.T if path.endswith("embedding") else codes
+    inputs[::64], inputs[1::64] = 0, 15
+    return ((codes - 7.5) / 24).astype(np.float32)
+
+
+WIDTHS = [(128, 4), (96, 8)]  # and the bits that weights of heads as wide get: no groups of 64 fit into 96
 
 
 @pytest.mark.parametrize("activations", ["f32", "bf16"])
 @pytest.mark.parametrize("count", [1, 5])
-def test_the_rewritten_head_says_what_its_module_says(activations, count):
-    head, rng = random_head(), np.random.default_rng(1)
-    hidden = jnp.asarray(rng.normal(size=(count, 128)), jnp.float32)
+@pytest.mark.parametrize("width", [width for width, _ in WIDTHS])
+def test_the_rewritten_head_says_what_its_module_says(activations, count, width):
+    head, rng = random_head(width=width), np.random.default_rng(1)
+    hidden = jnp.asarray(rng.normal(size=(count, width)), jnp.float32)
     unknown = np.setdiff1d(np.arange(VOCAB), head.tokens)[0]
     tokens = np.array([unknown, *head.tokens[: count - 1]], np.int32)
     result = rewrite_head(head, count, VOCAB, activations, "cpu")
@@ -47,15 +61,17 @@ def test_the_rewritten_head_says_what_its_module_says(activations, count):
     p = np.asarray(jax.nn.softmax(logits))
     named = np.searchsorted(head.tokens, np.asarray(token))
     np.testing.assert_array_equal(head.tokens[named], token)
-    # Weights of 8 bits: the likeliest, or one that is nearly as likely.
+    # Activations of few bits: the likeliest, or one that is nearly as likely.
     assert (p[np.arange(count), named] > 0.8 * p.max(axis=1)).all()
     assert p.max() < 0.9, "or a rate of 1 would do"
     np.testing.assert_allclose(rate, p.max(axis=1), rtol=0.2, atol=0.02)
 
 
-def test_all_weights_of_a_head_are_codes():
+@pytest.mark.parametrize(("width", "bits"), WIDTHS)
+def test_all_weights_of_a_head_are_codes(width, bits):
     """What is not would be read in 16 or 32 bits for every token."""
-    text = print_graph(rewrite_head(random_head(), 2, VOCAB, "bf16", "cpu").graph)
+    text = print_graph(rewrite_head(random_head(width=width), 2, VOCAB, "bf16", "cpu").graph)
+    assert text.count(f"format=int{bits} ") == 5
     assert text.count("jaxserve.quantized_matmul") == 4 and "jaxserve.quantized_take" in text
     assert "jaxserve.dense_matmul" not in text and "dot_general" not in text
 

@@ -13,11 +13,11 @@ from jaxserve.calibration import open_tokenizer
 from jaxserve.errors import UserError
 from jaxserve.evaluate import read_text
 from jaxserve.models.checkpoint import Checkpoint
-from jaxserve.questions import before_turn, prompt_ids, read_questions
+from jaxserve.questions import prompt_ids, read_questions, users_turn
 from jaxserve.reporting import Reporter
 from jaxserve.serving.engine import Engine
 from jaxserve.serving.load import LowerLimits
-from jaxserve.serving.request import GenerationRequest, InvalidRequest, SamplingParams
+from jaxserve.serving.request import MAX_STOP_LENGTH, GenerationRequest, InvalidRequest, SamplingParams
 from jaxserve.serving.session import Session, check_same_tokens
 from jaxserve.text import Tokenizer, encode_text
 
@@ -175,45 +175,58 @@ def _answer_rows(options: Source, tokenizer: Tokenizer, report: Reporter) -> Row
     with session.running() as engine:
         if options.invented:
             questions += _invented(options.invented, engine, session, report)
-        asked = _asked(questions, options, session.tokenizer, longest)
-        with report.stage("answers", str(options.artifact), len(asked)) as stage:
-            answers = asyncio.run(_answers(engine, asked, stage.advance))
-            stage.done(f"{sum(map(len, answers))} tokens in {len(asked)} answers to {len(questions)} prompts")
+        once = _asked(questions, options.answer_tokens, session.tokenizer, longest)
+        again = _again(once, options.samples)
+        with report.stage("answers", str(options.artifact), len(once + again)) as stage:
+            answers = asyncio.run(_answers(engine, once + again, stage.advance))
+            stage.done(f"{sum(map(len, answers))} tokens in {len(answers)} answers to {len(once)} prompts")
     session.runner.close()
-    rows = answer_rows(
-        [each.prompt for each in asked],
-        answers,
-        tuple(each.kind for each in asked),
-        options.length,
-        options.answer_tokens,
-    )
-    return dataclasses.replace(rows, samples=len(asked) - len(questions))
+    prompts, kinds, _ = zip(*once, *again, strict=True) if once else ((), (), ())
+    rows = answer_rows(prompts, answers, kinds, options.length, options.answer_tokens)
+    return dataclasses.replace(rows, samples=len(again))
 
 
 def _invented(count: int, engine: Engine, session: Session, report: Reporter) -> list[tuple[str, str]]:
     """What the target says a user says, each once, as questions; fewer than `count` where it repeats itself."""
-    start, room = before_turn(session.tokenizer), session.limits.max_model_len
-    tokens = min(_PROMPT_TOKENS, room - len(start))
+    tokenizer, room = session.tokenizer, session.limits.max_model_len
+    before, after = users_turn(tokenizer)
+    after = after[:MAX_STOP_LENGTH]
+    tokens = min(_PROMPT_TOKENS, room - len(before))
     if tokens < 1:
         raise UserError(f"--invented: the chat template fills the {room} tokens that the artifact has room for")
-    asked = [Asked(start, INVENTED, SamplingParams(max_tokens=tokens, seed=seed)) for seed in range(count)]
+    # A turn need not end with an EOS: the model would go on, and say what it answers.
+    ends = [token for token in tokenizer.encode(after, special=True)[:1] if token in tokenizer.special_ids]
+    params = SamplingParams(tokens, stop_token_ids=tuple(ends), stop=(after,) if after and not ends else ())
+    asked = [Asked(before, INVENTED, dataclasses.replace(params, seed=seed)) for seed in range(count)]
     with report.stage("prompts", "invented", count) as stage:
-        texts = [session.tokenizer.decode(ids).strip() for ids in asyncio.run(_answers(engine, asked, stage.advance))]
-        found = list(dict.fromkeys(text for text in texts if text))
+        texts = map(tokenizer.decode, asyncio.run(_answers(engine, asked, stage.advance)))
+        turns = [(text.partition(after)[0] if after else text).strip() for text in texts]
+        found = list(dict.fromkeys(turn for turn in turns if turn))
         stage.done(f"{len(found)} different ones")
-    return [(INVENTED, text) for text in found]
+    return [(INVENTED, turn) for turn in found]
 
 
-def _asked(questions: Sequence[tuple[str, str]], options: Source, tokenizer: Tokenizer, longest: int) -> list["Asked"]:
-    """Each question once, greedily, then those that are not held out `options.samples` times, sampled."""
-    kinds = [kind for kind, _ in questions]
-    greedy = SamplingParams(max_tokens=options.answer_tokens, temperature=0.0)
-    asked = [Asked(prompt_ids(tokenizer, turn, longest), kind, greedy) for kind, turn in questions]
-    learned = [each for each, held in zip(asked, held_out(kinds), strict=True) if not held]
-    for seed in range(options.samples):
-        params = dataclasses.replace(greedy, temperature=SAMPLED, seed=seed)
-        asked += [each._replace(params=params) for each in learned]
+def _asked(questions: Sequence[tuple[str, str]], tokens: int, tokenizer: Tokenizer, longest: int) -> list["Asked"]:
+    """Each question once, greedily. Invented ones that come to a prompt of others are left out: the report is about
+    prompts that were not learned from."""
+    greedy = SamplingParams(max_tokens=tokens, temperature=0.0)
+    asked, known = list[Asked](), set[tuple[int, ...]]()
+    for kind, turn in questions:
+        prompt = prompt_ids(tokenizer, turn, longest)
+        if kind != INVENTED or prompt not in known:
+            asked.append(Asked(prompt, kind, greedy))
+        known.add(prompt)
     return asked
+
+
+def _again(asked: Sequence["Asked"], samples: int) -> list["Asked"]:
+    """Those that are not held out `samples` times more, sampled."""
+    learned = [each for each, held in zip(asked, held_out([each.kind for each in asked]), strict=True) if not held]
+    return [
+        each._replace(params=dataclasses.replace(each.params, temperature=SAMPLED, seed=seed))
+        for seed in range(samples)
+        for each in learned
+    ]
 
 
 class Asked(NamedTuple):

@@ -3,7 +3,7 @@
 import collections
 import json
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.errors import UserError
 from jaxserve.text import Tokenizer
@@ -45,13 +45,23 @@ def prompt_ids(tokenizer: Tokenizer, turn: str, most: int) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, special=True)[-most:])
 
 
-def before_turn(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What the model's chat template puts before a user's turn. UserError when it has none."""
+class Turn(NamedTuple):
+    """What a chat template puts before a user's turn, in ids, and the first line of what it puts after it."""
+
+    before: tuple[int, ...]
+    after: str
+
+
+def users_turn(tokenizer: Tokenizer) -> Turn:
+    """Where the model's chat template has a user speak. UserError when it does not say.
+
+    Spaces at the end of what is before are left out: a text's tokens begin with them.
+    """
     if tokenizer.chat_template is None:
         raise UserError("the model has no chat template, so it cannot be asked what a user would say")
     mark = "user-turn"
-    text, found, _ = tokenizer.chat_template.render([{"role": "user", "content": mark}]).partition(mark)
-    ids = tokenizer.encode(text, special=True)
+    before, found, after = tokenizer.chat_template.render([{"role": "user", "content": mark}]).partition(mark)
+    ids = tokenizer.encode(before.rstrip(" "), special=True)
     if not (found and ids):
         raise UserError("the model's chat template does not say where a user's turn begins")
-    return tuple(ids)
+    return Turn(tuple(ids), after.strip().partition("\n")[0])

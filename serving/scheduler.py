@@ -325,7 +325,8 @@ class Scheduler:
         seq.num_computed -= row.samples - generated
         if row.samples > 1 and self.speculation:
             self.speculation.learn(seq, row.samples - 1, generated - 1)
-        if plan.look_ahead and self.speculation and result.foreseen:
+        running = seq.status is Status.RUNNING  # one that gave way is forgotten
+        if running and plan.look_ahead and self.speculation and result.foreseen:
             said = result.foreseen[chosen[generated - 1]]
             self.speculation.proposer.foresee(seq, len(seq.tokens) + generated, *said)
         end: tuple[str, int | None] | None = None

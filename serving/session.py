@@ -75,7 +75,7 @@ class Session:
                     f"--speculate {proposer}: {self.folder} was compiled without a look-ahead head; make one with "
                     f"`jaxserve distill MODEL --head -o HEAD` and compile the model with `--look-ahead HEAD`"
                 )
-            tables = [self._table(pathlib.Path(proposer.removeprefix(_HEAD_AND)))] if proposer != HEAD else []
+            tables = [self._table(proposer, proposer.removeprefix(_HEAD_AND))] if proposer != HEAD else []
             return Speculation(HeadProposer(*tables), self.limits.row_sizes)
         folder, advice = pathlib.Path(proposer), f"allowed are {', '.join(SPECULATE)}, or the folder of a draft"
         if proposer == DRAFT:
@@ -84,13 +84,16 @@ class Session:
             advice = f"{self.folder} holds none; make one, such as with {how}"
         if not folder.is_dir():
             raise UserError(f"--speculate {proposer}: {advice}")
-        made = NgramProposer(self._table(folder)) if (folder / NGRAMS).exists() else self._draft(folder)
+        made = NgramProposer(self._table(proposer, str(folder))) if (folder / NGRAMS).exists() else self._draft(folder)
         return Speculation(made, self.limits.row_sizes)
 
-    def _table(self, folder: pathlib.Path) -> NgramTable:
-        """The table of n-grams in `folder`; UserError when there is none, or its tokens are not the target's."""
-        if not (folder / NGRAMS).exists():
-            raise UserError(f"--speculate: {folder} holds no {NGRAMS}; `jaxserve distill MODEL --ngrams` makes one")
+    def _table(self, proposer: str, name: str) -> NgramTable:
+        """The table of n-grams in the folder `name`, a part of what --speculate got; UserError when there is none, or
+        its tokens are not the target's."""
+        folder = pathlib.Path(name)
+        if not (name and (folder / NGRAMS).exists()):
+            why = f"{folder} holds no {NGRAMS}" if name else f"name the folder that holds {NGRAMS}"
+            raise UserError(f"--speculate {proposer}: {why}; `jaxserve distill MODEL --ngrams` makes one")
         check_same_tokens(f"--speculate {folder}", load_tokenizer(folder), self.tokenizer)
         return NgramTable.load(folder / NGRAMS, self.limits.vocab_size)
 

@@ -67,7 +67,7 @@ def test_costs_as_measured_change_nothing_either(session: Session, story: list[i
 
 
 def test_a_table_beside_the_head_changes_nothing_either(
-    session: Session, stories_model: pathlib.Path, story: list[int], tmp_path: pathlib.Path
+    session: Session, stories_model: pathlib.Path, story: list[int], tmp_path: pathlib.Path, monkeypatch
 ):
     source = Source(model=str(stories_model), output=tmp_path / "table", text=write_stories(tmp_path / "text.txt"))
     count_ngrams(source, Reporter(quiet=True))
@@ -77,8 +77,11 @@ def test_a_table_beside_the_head_changes_nothing_either(
     assert isinstance(speculation.proposer, HeadProposer)
     assert any(tail for tail, _ in speculation.proposer._counted), "the table was asked, too"
     assert speculation.proposer.foresight > 0.1
-    with pytest.raises(UserError, match=r"holds no ngrams.npz; `jaxserve distill MODEL --ngrams` makes one"):
+    with pytest.raises(UserError, match=r"--speculate head\+.*: .* holds no ngrams.npz; `jaxserve distill"):
         session.speculation(f"head+{tmp_path}")
+    monkeypatch.chdir(source.output)
+    with pytest.raises(UserError, match=r"--speculate head\+: name the folder that holds ngrams.npz"):
+        session.speculation("head+")
 
 
 def test_the_commands_say_that_there_is_a_head(session: Session, capsys: pytest.CaptureFixture[str]):

@@ -226,11 +226,24 @@ def test_the_target_makes_up_prompts_and_answers_them(
     template = tmp_path / "artifact" / "tokenizer" / "chat_template.jinja"
     template.write_text("{{ bos_token }}Ask: {% for each in messages %}{{ each.content }}\nTell: {% endfor %}")
     rows = make_rows(source, resolve(source.model), Reporter(quiet=True))
-    texts = [
-        session.tokenizer.decode(ids[: flags.argmax() + 1]) for ids, flags in zip(rows.ids, rows.wanted, strict=True)
-    ]
+
+    def prompts(rows: Rows) -> list[str]:
+        ends = rows.wanted.argmax(axis=1) + 1
+        return [session.tokenizer.decode(ids[:end]) for ids, end in zip(rows.ids, ends, strict=True)]
+
+    texts = prompts(rows)
     assert rows.kinds == ("invented",) * 9 and len(set(texts)) == 9 and rows.held_out().sum() == 2
     assert all(text.startswith("Ask: ") and text.endswith("Tell:") and len(text) > 20 for text in texts)
+    # A turn that ends with no EOS.
+    template.write_text("{{ bos_token }}Once upon a time, {{ messages[0].content }} was\nTell: ")
+    rows = make_rows(source, resolve(source.model), Reporter(quiet=True))
+    assert all(text.count("was") == 1 and text.endswith(" was\nTell:") for text in prompts(rows))
+    # Where little is left of them some are alike, and held-out rows would be learned from.
+    letter = "{% if messages[0].content == 'user-turn' %}user-turn{% else %}{{ messages[0].content[0] }}{% endif %}"
+    template.write_text("{{ bos_token }}Ask: " + letter)
+    rows = make_rows(dataclasses.replace(source, samples=1), resolve(source.model), Reporter(quiet=True))
+    once = prompts(rows)[: len(rows.ids) - rows.samples]
+    assert 1 < len(once) == len(set(once)) < 9 and rows.samples == len(once) - 1
     template.write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
     with pytest.raises(UserError, match="does not say where a user's turn begins"):
         make_rows(source, resolve(source.model), Reporter(quiet=True))

@@ -12,6 +12,7 @@ import pytest
 from jaxserve.serving.head import HeadProposer
 from jaxserve.serving.ngram_table import NgramTable
 from jaxserve.serving.plan import Row, StepResult
+from jaxserve.serving.request import Status
 from jaxserve.serving.speculation import Speculation
 from jaxserve.serving.step import Bucket, InputLayout, step_function, unpack_rows
 from tests.serving import toy_model as toy
@@ -225,3 +226,20 @@ def test_answers_are_those_without(accuracy):
     if accuracy == 1.0:
         assert speculation.num_accepted == speculation.num_proposed > 20, "each place's word must reach its place"
         assert simulation.turns < 30
+
+
+def test_what_is_foreseen_of_a_sequence_that_gave_way_is_not_kept():
+    """It is forgotten when it gives way, and the step in flight then still says something of it."""
+    limits = dataclasses.replace(LIMITS, num_pages=6)
+    simulation = Simulation(limits, False, foresight(limits))
+    simulation.runner.foresees = lambda: True
+    seqs = [simulation.add(request([2, i], max_tokens=20, ignore_eos=True, seed=i))[0] for i in (3, 4)]
+    while simulation.scheduler.has_work:
+        simulation.turn()
+        for seq in seqs:
+            if seq.status is Status.WAITING and seq.admitted_once:
+                simulation.scheduler.finish(seq, "abort")
+    assert simulation.scheduler.num_preemptions
+    speculation = simulation.scheduler.speculation
+    assert speculation is not None and isinstance(speculation.proposer, HeadProposer)
+    assert not speculation.proposer._said.by_place and not speculation.proposer._indexes
